@@ -222,7 +222,7 @@ class BatchStream:
         if position.get("processes", self._num_parts()) == self._num_parts():
             self._check_order(position)
         elif count:
-            self._check_values(position)
+            self._check_values(position, _checksum_of_values(self._last_batch, self._rows))
         return f"the data by drawing {plural(count, 'batch')}"
 
     def _restore_state(self, state: Mapping[str, Json], count: int, counts: RowCounts) -> bool:
@@ -286,9 +286,21 @@ class BatchStream:
             raise ValueError(format_error("fit", problem, fix=fix))
 
     def _draw_rows(self, position: Mapping[str, Json], counts: RowCounts) -> str:
-        """Draw as many rows as before the save, in batches of another size."""
+        """Draw as many rows as before the save, in batches of another size.
+
+        If another number of processes drew them, the last batch before the save is compared, where
+        a batch of now begins with it.
+        """
+        begin_of_last = counts.total - (counts.last or 0)
+        begin, is_compared, checksum = 0, False, 0
         drawn_rows = self._drawn_rows()
-        while drawn_rows.total < counts.total:
+        while True:
+            is_compared = is_compared or begin == begin_of_last
+            if is_compared:
+                checksum += _checksum_of_values(self._last_batch, self._rows)
+            begin = drawn_rows.total
+            if begin >= counts.total:
+                break
             self._draw_before(position["drawn"])
             drawn_rows = self._drawn_rows()
         if drawn_rows.total != counts.total:
@@ -302,22 +314,33 @@ class BatchStream:
                 f" {counts.first} rows to a checkpoint after a multiple of {drawn_rows.first}."
             )
             raise ValueError(format_error("fit", problem, fix=fix))
-        if position.get("processes", self._num_parts()) == self._num_parts():
-            self._check_order({"last": position.get("last_row")}, slice(-1, None))
-        return (
+        description = (
             f"the data by drawing {plural(counts.total, 'row')}: batches have"
             f" {drawn_rows.first}, they had {counts.first}"
         )
+        if position.get("processes", self._num_parts()) == self._num_parts():
+            self._check_order({"last": position.get("last_row")}, slice(-1, None))
+        elif is_compared:
+            self._check_values(position, checksum % 2**64)
+        else:
+            description += (
+                "; no batch begins with the last one before, so nothing shows that other processes"
+                " drew the same rows"
+            )
+        return description
 
-    def _check_values(self, position: Mapping[str, Json]) -> None:
-        """Refuse a last batch whose rows are not those that another number of processes drew."""
-        if _checksum_of_values(self._last_batch, self._rows) == position["values"]:
+    def _check_values(self, position: Mapping[str, Json], checksum: int) -> None:
+        """Refuse rows whose values are not those of the last batch before the save.
+
+        Another number of processes drew it.
+        """
+        if checksum == position["values"]:
             return
         before = plural(position["processes"], "process")
         now = plural(self._num_parts(), "process")
         problem = (
-            f"{before} drew other rows in batch {self.drawn - 1} than {now}: rows would be seen"
-            " twice, or never."
+            f"{before} drew other rows in the last batch than {now}: rows would be seen twice, or"
+            " never."
         )
         fix = (
             "let the rows of a global batch not depend on the number of processes: shuffle first,"
@@ -415,7 +438,7 @@ def _checksum_of_values(batch: PyTree, rows: "Rows | None") -> int:
             mixed = unsigned.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1)
             local_checksum += int(np.sum(mixed ^ (mixed >> np.uint64(29)), dtype=np.uint64))
     checksums = [int(text) for text in exchange(str(local_checksum))]
-    return checksums[0] if is_global else sum(checksums) % 2**64
+    return (checksums[0] if is_global else sum(checksums)) % 2**64
 
 
 def _own_values(leaf: Any, *, is_counted: bool) -> list[np.ndarray]:

@@ -232,11 +232,11 @@ def test_a_scheduler_that_loses_a_host_starts_the_job_with_fewer(memory, one_dev
 
 
 def test_data_that_depends_on_the_number_of_processes_is_refused(tmp_path):
-    job = Job(tmp_path, "--processes", "2,4", "--max-restarts", "1", draws="wrong")
+    job = Job(tmp_path, "--processes", "2,4", "--max-restarts", "1", draws="parts")
     job.wait_for(0, EVERY + 2)
     job.kill(3)
     said = job.end(code=1)
-    assert "ValueError: fit: 4 processes drew other rows in batch " in said
+    assert "ValueError: fit: 4 processes drew other rows in the last batch" in said
     assert " than 2 processes: rows would be seen twice, or never.\n" in said
 
 

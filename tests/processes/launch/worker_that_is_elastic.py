@@ -1,9 +1,9 @@
 """One of several processes that train: `python worker_that_is_elastic.py FOLDER STEPS EVERY
 MEMORY_EVERY TENSOR DRAWS`.
 
-DRAWS says who draws a batch of 16 examples: "each" process all of it, from grain; or "shared", each
-its rows. Each process holds 4 rows for a pass at most: with fewer processes there are more
-micro-batches. What the parameters "seen" lose is 1 for each time that an example was trained on.
+DRAWS says who draws a batch of 16 examples: "each" process all of it, from grain; "shared", each its
+rows; or "parts", each those of one of as many parts as processes. Each process holds 4 rows for a
+pass at most: with fewer processes there are more micro-batches. What the parameters "seen" lose is 1 for each time that an example was trained on.
 Process 0 notes the attempt, the number of processes and the step."""
 
 import os
@@ -49,8 +49,10 @@ else:
     def to_global(batch):
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows, x), batch)
 
-    per_process = ROWS // (count if sys.argv[6] == "shared" else 4)
-    batches = shuffled[rank::count].to_iter_dataset().batch(per_process).map(to_global)
+    rows_of_part = EXAMPLES // count
+    part = slice(rank * rows_of_part, (rank + 1) * rows_of_part)
+    own_rows = shuffled[rank::count] if sys.argv[6] == "shared" else shuffled[part]
+    batches = own_rows.to_iter_dataset().batch(ROWS // count).map(to_global)
 
 tx = optax.multi_transform(
     {"adam": optax.adam(0.01), "count": optax.sgd(float(ROWS))},

@@ -59,12 +59,41 @@ def test_a_resumed_run_draws_each_row_once(kind, before, now, tmp_path):
         np.testing.assert_allclose(params, unbroken(), rtol=2e-5)
 
 
-@pytest.mark.parametrize(("before", "now"), [slow(1, 2), slow(2, 4), slow(4, 2)])
-def test_rows_that_depend_on_the_number_of_processes_are_refused(before, now, tmp_path):
-    train("blocks", before, 6, tmp_path)
-    for answer, text in train("blocks", now, 9, tmp_path):
+@pytest.mark.slow
+def test_fewer_processes_with_smaller_batches_go_on_by_rows(tmp_path):
+    train("four each", 4, 6, tmp_path)
+    outputs = run_processes(WORKER, 2, f"{tmp_path}/2-9-four each", strict=False)
+    text = "the data by drawing 96 rows: batches have 8, they had 16.\n"
+    assert text in outputs[0].out + outputs[0].err
+    assert [json.loads(output.last)[0] for output in outputs] == [9, 9]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["four each", "blocks of four"])
+def test_rows_of_larger_batches_that_cannot_be_compared_are_named(kind, tmp_path):
+    train(kind, 1, 6, tmp_path)
+    outputs = run_processes(WORKER, 3, f"{tmp_path}/3-9-{kind}", strict=False)
+    assert (
+        "so nothing shows that other processes drew the same rows"
+        in outputs[0].out + outputs[0].err
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "before", "now"),
+    [
+        slow("blocks", 1, 2),
+        slow("blocks", 2, 4),
+        slow("blocks", 4, 2),
+        slow("blocks of four", 4, 2),
+        slow("blocks of four", 2, 1),
+    ],
+)
+def test_rows_that_depend_on_the_number_of_processes_are_refused(kind, before, now, tmp_path):
+    train(kind, before, 6, tmp_path)
+    for answer, text in train(kind, now, 9, tmp_path):
         assert answer == "refused"
-        assert "drew other rows in batch 5 than" in text
+        assert "drew other rows in the last batch than" in text
         assert "rows would be seen twice, or never" in text
 
 

@@ -58,8 +58,33 @@ class Blocks(Own):
         return batch
 
 
+class FourEach(Own):
+    """Four rows for each process, whatever their number, of one order."""
+
+    def __next__(self):
+        numbers = (4 * self.drawn + np.arange(4)) * count + rank
+        self.drawn += 1
+        return rows_of_numbers(numbers)
+
+
+class BlocksOfFour(Own):
+    """Four rows for each process, of a part of all rows that depends on the number of processes."""
+
+    def __next__(self):
+        numbers = 4 * self.drawn + np.arange(4) + 480 // count * rank
+        self.drawn += 1
+        return rows_of_numbers(numbers)
+
+
+def rows_of_numbers(numbers):
+    rows = [jax.tree.map(lambda leaf, n=n: leaf[n % 16], whole(n // 16)) for n in numbers]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
+
+
 batches = {
     "own": Own,
+    "four each": FourEach,
+    "blocks of four": BlocksOfFour,
     "stateful": Stateful,
     "blocks": Blocks,
     "global": lambda: so.GlobalRows(map(whole, range(99))),

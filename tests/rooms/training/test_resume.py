@@ -115,8 +115,8 @@ def test_the_state_of_another_number_of_processes_is_not_taken_but_its_last_batc
     restored, how = put_back(OfProcess(lambda rows: rows[::-1].reshape(3, 4)), position)
     assert (restored.drawn, how) == (3, "the data by drawing 3 batches")
     message = (
-        "fit: 4 processes drew other rows in batch 2 than 1 process: rows would be seen twice, or"
-        " never.\nFix: let the rows of a global batch not depend on the number of processes:"
+        "fit: 4 processes drew other rows in the last batch than 1 process: rows would be seen twice,"
+        " or never.\nFix: let the rows of a global batch not depend on the number of processes:"
         " shuffle first, then let process p of n take rows p, p + n, ... of each global batch; or"
         " let every process draw the whole global batch."
     )
