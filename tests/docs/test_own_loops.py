@@ -179,6 +179,7 @@ def test_the_page_has_the_bytes_that_were_measured():
 OPTIMIZERS = {
     **ANY_OPTIMIZER,
     "adan": lambda: optax.adan(1e-2),
+    "schedule_free": lambda: optax.contrib.schedule_free_adamw(1e-2),
 }
 QUICK = list(zip(LOOPS, OPTIMIZERS, strict=False))
 """Each loop with an optimizer of its own."""
