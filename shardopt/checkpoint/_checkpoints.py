@@ -162,9 +162,8 @@ class Checkpoints:
         weakref.finalize(self, self._lock.release)
         self._programs = contextlib.ExitStack()
         weakref.finalize(self, self._programs.close)
-        # a process that makes none is named: the others would wait in a program of all devices
+        # a process that makes none is named
         agree(_CALLER, None, range(jax.process_count()))
-        # first, because processes agree by programs too
         self._programs.enter_context(stored_programs(_CALLER, self.directory / FOLDER_NAME))
         try:
             on_primary_process(self._lock.acquire)

@@ -9,10 +9,9 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 import jax
-import numpy as np
 
 from shardopt.core._errors import CheckpointError
-from shardopt.runtime._progress import waiting
+from shardopt.runtime._agreement import agree
 
 T = TypeVar("T", bound=bool | int | str | list | None)
 
@@ -67,20 +66,7 @@ def exchange(text: str) -> list[str]:
         return [text]
     if (through := _through.get()) is not None:
         return through(text)
-    local_bytes = text.encode()
-    with waiting("agree"):
-        rows = _gather(
-            len(local_bytes).to_bytes(_LENGTH_BYTES, "little") + local_bytes[:_FIRST_BYTES],
-            _LENGTH_BYTES + _FIRST_BYTES,
-        )
-        sizes = [int.from_bytes(row[:_LENGTH_BYTES], "little") for row in rows]
-        texts = [row[_LENGTH_BYTES:] for row in rows]
-        if (max_remaining := max(sizes) - _FIRST_BYTES) > 0:
-            remainders = _gather(
-                local_bytes[_FIRST_BYTES:], -(-max_remaining // _FIRST_BYTES) * _FIRST_BYTES
-            )
-            texts = [start + remainder for start, remainder in zip(texts, remainders, strict=True)]
-    return [row[:size].decode() for row, size in zip(texts, sizes, strict=True)]
+    return agree("shardopt", text, range(jax.process_count()))
 
 
 _through: ContextVar[Callable[[str], list[str]] | None] = ContextVar("through", default=None)
@@ -88,31 +74,15 @@ _through: ContextVar[Callable[[str], list[str]] | None] = ContextVar("through", 
 
 @contextmanager
 def exchange_through(function: Callable[[str], list[str]]) -> Iterator[None]:
-    """Let `exchange` use a function that runs no program, on this thread, while the context lasts.
+    """Let `exchange` use a function on this thread while the context lasts.
 
-    The main threads may run programs meanwhile, which all processes must start in one order.
+    The main threads may exchange other texts meanwhile.
     """
     token = _through.set(function)
     try:
         yield
     finally:
         _through.reset(token)
-
-
-_LENGTH_BYTES, _FIRST_BYTES = 4, 1020
-"""Bytes of the length of a text, and bytes of the text that are sent with the length.
-
-The sum is constant, so most texts need one compiled program and one collective."""
-
-
-def _gather(local_bytes: bytes, size: int) -> list[bytes]:
-    """Return the bytes of every process, padded to a size."""
-    from jax.experimental import multihost_utils
-
-    rows = multihost_utils.process_allgather(
-        np.frombuffer(local_bytes.ljust(size, b"\0"), np.uint8)
-    )
-    return [row.tobytes() for row in rows]
 
 
 def assigned_names(sizes: dict[str, int]) -> list[str]:
