@@ -10,7 +10,6 @@ from shardopt.cli._options import (
     Options,
     PipelineOptions,
     RunOptions,
-    TrainOptions,
     changed_flags,
 )
 from shardopt.core._errors import plural, value_error
@@ -36,14 +35,6 @@ def _gathers(options: RunOptions) -> bool:
     return options.placement == "fsdp"
 
 
-def _averages_whole_gradients(options: RunOptions) -> bool:
-    return options.placement == "ddp" or (options.is_hybrid and options.placement == "zero1")
-
-
-def _is_local(options: RunOptions) -> bool:
-    return options.communication.sync_every is not None
-
-
 CONDITIONS = (
     Condition(
         tuple(vars(PipelineOptions())),
@@ -63,20 +54,6 @@ CONDITIONS = (
         "for adapters, and --lora-rank is not given",
         "add --lora-rank 16",
     ),
-    Condition(
-        ("reducer",),
-        lambda options: _is_local(options) or _averages_whole_gradients(options),
-        "for the mean of replicated gradients; {options.strategy_text} shards them or what they"
-        " update",
-        "choose --strategy ddp, or hybrid with --placement ddp or zero1; or compress outer"
-        " gradients instead: --sync-every",
-    ),
-    Condition(
-        ("norms_every",),
-        lambda options: not _is_local(options),
-        "for norms of one gradient; with --sync-every the replicas train apart",
-        "train without --sync-every",
-    ),
 )
 
 
@@ -92,22 +69,12 @@ def check_conditions(options: RunOptions) -> None:
 
 
 def saved_defaults(saved: Options, current: Options) -> Options:
-    """Return the saved options of a run, without options of pipeline and communication that mean
-    nothing under the current options.
+    """Return the saved options of a run, without options of the pipeline that mean nothing under the
+    current options.
     """
     dropped = {
         name for condition in CONDITIONS if not condition.holds(current) for name in condition.names
     }
-    if _is_local(current) != _is_local(saved):
-        dropped.add("reducer")  # it would compress other gradients
-
-    def without(group):
-        defaults = vars(type(group)())
-        return dataclasses.replace(
-            group, **{name: defaults[name] for name in dropped & defaults.keys()}
-        )
-
-    saved = dataclasses.replace(saved, pipeline=without(saved.pipeline))
-    if isinstance(saved, TrainOptions):
-        saved = dataclasses.replace(saved, communication=without(saved.communication))
-    return saved
+    defaults = vars(PipelineOptions())
+    changes = {name: defaults[name] for name in dropped & defaults.keys()}
+    return dataclasses.replace(saved, pipeline=dataclasses.replace(saved.pipeline, **changes))

@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 import shardopt as so
-from shardopt.cli._communication import describe, size
 from shardopt.cli._options import RunOptions, TrainOptions, TuneOptions
 from shardopt.cli._run_folder import CHECKPOINTS, CONFIG, METRICS
 from shardopt.core._errors import plural
@@ -68,7 +67,6 @@ def show_options(
         ("devices", describe_devices(opt.mesh.devices.size)),
         ("mesh", _mesh_text(config.mesh_shape)),
         *schedule_lines(options, config.schedule),
-        *describe(options.communication),
     ]:
         table.add_row(label, line)
     screen.print()
@@ -99,12 +97,6 @@ def show_placement(screen: Console, options: RunOptions, opt: so.ShardedOptimize
     """Show how each leaf is sharded, and the bytes per device."""
     screen.print(f"\n{_strategy_text(options)}: what each device holds\n", style="bold")
     say(screen, str(opt.config.report()))
-    if options.communication.sync_every is not None:
-        say(
-            screen,
-            "these are of one replica; the shared parameters and the outer optimizer state come"
-            " on top",
-        )
     screen.print()
 
 
@@ -175,6 +167,19 @@ def show_files(screen: Console, options: RunOptions, result: FitResult, *names: 
     say(screen, f"\n{result.goodput}")
     files = ", ".join([*names, CHECKPOINTS, METRICS, CONFIG])
     say(screen, f"\nin {options.run.run_dir}: {files}")
+
+
+def size(count: int) -> str:
+    """Return a number of bytes with three digits: 950 bytes, 12.3 kB, 9.87 MB.
+
+    Example:
+      >>> size(950), size(12_340), size(9_870_000)
+      ('950 bytes', '12.3 kB', '9.87 MB')
+    """
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count} bytes"
 
 
 def indented(text: str) -> str:

@@ -111,8 +111,8 @@ def read_call(option: str, text: str, *, example: str) -> tuple[str, dict[str, A
     nesterov=True)".
 
     Example:
-      >>> read_call("--reducer", "top_k(density=0.05)", example="")
-      ('top_k', {'density': 0.05})
+      >>> read_call("--optimizer", "lion(b1=0.95)", example="")
+      ('lion', {'b1': 0.95})
     """
     try:
         node = ast.parse(text.strip(), mode="eval").body

@@ -84,7 +84,7 @@ class DeviceOptions:
     """Sizes of the mesh axes replica, data, tensor, context, expert and, for hybrid, pipeline; one
     may be -1. By default, with four devices or more, tensor is 2 and data takes all others:
     data=4,tensor=2 for eight devices. With hybrid, pipeline is 2 too: data=2,tensor=2,pipeline=2
-    for eight. The axis replica is --replicas and is set first.
+    for eight.
     """
 
     strategy: Strategy = "fsdp"
@@ -133,25 +133,6 @@ class PipelineOptions:
     remat: More[bool] = False
     """Keep only the input of each chunk, and run its forward again in the backward pass: less
     memory, more work.
-    """
-
-
-@dataclasses.dataclass(frozen=True)
-class CommunicationOptions:
-    """Communication less often, or in fewer bits."""
-
-    replicas: OptionalCount = None
-    """Copies of the model, the mesh axis replica. Without --sync-every their gradients are averaged
-    in every step.
-    """
-
-    sync_every: OptionalCount = None
-    """Local updates: steps between synchronizations of the replicas, by DiLoCo."""
-
-    reducer: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """How a mean is sent in fewer bits: bf16, int8, sign, top_k or power_sgd, optionally with
-    arguments, 'top_k(density=0.05)'. It reduces the gradients of ddp or hybrid; with --sync-every
-    the outer gradients. Errors are sent in later steps, but for bf16.
     """
 
 
@@ -282,7 +263,6 @@ class TrainOptions(PlacedOptions):
 
     where: DeviceOptions = DeviceOptions()
     pipeline: PipelineOptions = PipelineOptions()
-    communication: CommunicationOptions = CommunicationOptions()
     model: ModelOptions = ModelOptions()
     training: TrainingOptions = TrainingOptions()
     run: FolderOptions = FolderOptions()
@@ -377,7 +357,6 @@ class TuneOptions(PlacedOptions):
     of train.
     """
 
-    communication: ClassVar = CommunicationOptions()
     """Gradients are averaged in every step, in full."""
 
     where: DeviceOptions = DeviceOptions()

@@ -14,7 +14,6 @@ import optax
 from jax.sharding import Mesh
 
 import shardopt as so
-from shardopt.cli._communication import combined, make_reducer
 from shardopt.cli._conditions import check_conditions
 from shardopt.cli._options import RunOptions, TrainOptions, check_numbers
 from shardopt.core._errors import plural, value_error
@@ -32,34 +31,20 @@ thousands of digits.
 """
 
 
-def mesh_of(
-    sizes: str, devices: Devices, *, pipelined: bool = False, replicas: int | None = None
-) -> Mesh:
+def mesh_of(sizes: str, devices: Devices, *, pipelined: bool = False) -> Mesh:
     """Return the mesh for "data=4,tensor=2" or "auto".
 
     Args:
       sizes: the text of --mesh.
       devices: the devices.
       pipelined: whether "auto" makes two pipeline stages.
-      replicas: the size of the axis replica, or None.
     """
     if sizes == "auto":
-        num_replicas = replicas or 1
-        if len(devices) % num_replicas:
-            problem = (
-                f"{len(devices)} devices cannot be shared evenly by --replicas {num_replicas}."
-            )
-            fix = "choose another number of either, or name sizes with --mesh."
-            raise value_error(problem, fix=fix)
-        pipeline = 2 if pipelined and len(devices) // num_replicas % 2 == 0 else 1
-        num_remaining = len(devices) // num_replicas // pipeline
+        pipeline = 2 if pipelined and len(devices) % 2 == 0 else 1
+        num_remaining = len(devices) // pipeline
         tensor = 2 if num_remaining >= 4 and num_remaining % 2 == 0 else 1
-        return so.make_mesh(replica=num_replicas, tensor=tensor, pipeline=pipeline, devices=devices)
-    named_sizes = parse_mesh(sizes)
-    if replicas is not None and named_sizes.get("replica", replicas) != replicas:
-        problem = f"--mesh {sizes} and --replicas {replicas} disagree."
-        raise value_error(problem, fix="leave one of them out.")
-    return so.make_mesh(**{"data": 1, "replica": replicas or 1} | named_sizes, devices=devices)
+        return so.make_mesh(tensor=tensor, pipeline=pipeline, devices=devices)
+    return so.make_mesh(**{"data": 1} | parse_mesh(sizes), devices=devices)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -94,15 +79,11 @@ def check_options(options: RunOptions) -> None:
     """Refuse options that cannot be combined, as far as this is known without devices."""
     check_numbers(options)
     check_conditions(options)
-    make_reducer(options.communication)
 
 
 def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
     """Return the options with a number of layers that can be divided into stages, if none was set."""
-    stages, sync_every = mesh.shape["pipeline"], options.communication.sync_every
-    if sync_every is not None and mesh.shape.get("replica", 1) < 2:
-        problem = f"--sync-every {sync_every} is for several replicas, and there is one."
-        raise value_error(problem, fix="add --replicas 2, or leave --sync-every out.")
+    stages = mesh.shape["pipeline"]
     if stages > 1 and not options.is_hybrid:
         problem = f"pipeline={stages} is for --strategy hybrid; {options.placement} was asked for."
         raise value_error(problem, fix="choose --strategy hybrid, or a --mesh without pipeline.")
@@ -118,32 +99,20 @@ def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
 
 
 def make_strategy(
-    options: TrainOptions, tx: optax.GradientTransformation, mesh: Mesh, model: so.BlockModel
-) -> so.ShardedOptimizer:
-    """Return the strategy for the options; they must have passed `check_strategy` and `fitted`."""
-    communication = options.communication
-    reducer = make_reducer(communication) if communication.sync_every is None else None
-    base = make_base(options, tx, mesh, model, reducer=reducer, rules=gpt.rules)
-    return combined(communication, base)
-
-
-def make_base(
     options: RunOptions,
     tx: optax.GradientTransformation,
     mesh: Mesh,
     model: so.BlockModel,
     *,
-    reducer: so.reducers.Reducer | None = None,
-    rules: Rules,
+    rules: Rules = gpt.rules,
 ) -> so.ShardedOptimizer:
-    """Return the strategy for the options, without local updates.
+    """Return the strategy for the options.
 
     Args:
-      options: options that were checked.
+      options: options that have passed `check_options`, and for `train` `fitted`.
       tx: the optimizer.
       mesh: the mesh.
       model: the model.
-      reducer: the reducer of gradients, or None.
       rules: the rules of the model's leaves.
     """
     arguments = vars(options.where) | vars(options.pipeline)
@@ -151,7 +120,6 @@ def make_base(
         "rules": rules,
         "micro_batches": num_micro_batches(options, mesh),
         "placement": options.placement,
-        "reducer": reducer,
         "schedule": named_builder(options.schedule),
     }
     return named_strategy(options.where.strategy, tx, mesh, model, arguments)

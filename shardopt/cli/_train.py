@@ -1,6 +1,7 @@
 """`shardopt train`: train a language model with one command."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import jax
@@ -13,18 +14,55 @@ import shardopt as so
 from shardopt import data
 from shardopt.cli import _display as display
 from shardopt.cli._job import RunInFolder
-from shardopt.cli._models import TrainedModel, model_of
 from shardopt.cli._optimizer import make_optimizer
-from shardopt.cli._options import TrainOptions
+from shardopt.cli._options import ModelOptions, TrainOptions
 from shardopt.cli._run_folder import check_run_folder, checkpoint_settings
 from shardopt.cli._strategy import check_options, fitted, make_strategy, mesh_of
-from shardopt.core._errors import calling
+from shardopt.core._block_model import BlockModel
+from shardopt.core._errors import calling, plural
 from shardopt.core._extras import require
 from shardopt.core._types import PyTree
+from shardopt.models import gpt, sample
 from shardopt.runtime._stored_programs import FOLDER_NAME, stored_programs
 
 _VALIDATION_BATCHES = 4
 _SAMPLE_BYTES = 400
+
+
+class TrainedModel(NamedTuple):
+    """A model of a certain shape.
+
+    Attributes:
+      block_model: the model with its loss.
+      init: `init(rng)` returns its parameters.
+      sample: `sample(params, prompt, rng, num_tokens=, temperature=)`.
+      size: a description of its size, for people.
+    """
+
+    block_model: BlockModel
+    init: Callable[[jax.Array], PyTree]
+    sample: Callable[..., jax.Array]
+    size: str
+
+
+def model_of(options: ModelOptions) -> TrainedModel:
+    """Return the model for these options. Their number of layers must be set."""
+    assert options.layers is not None
+    config = gpt.config(
+        dim=options.dim,
+        num_layers=options.layers,
+        num_heads=options.heads,
+        max_length=max(1024, options.length),
+        precision=options.precision,
+    )
+    return TrainedModel(
+        gpt.model(config),
+        functools.partial(gpt.init, config),
+        lambda params, *args, **kwargs: sample(params, config, *args, **kwargs),
+        f"{gpt.num_parameters(config) / 1e6:.2f} million parameters:"
+        f" {plural(options.layers, 'block')} of width {options.dim},"
+        f" {plural(options.heads, 'head')}",
+    )
 
 
 class _Setup(NamedTuple):
@@ -99,8 +137,8 @@ def _set_up(options: TrainOptions) -> _Setup:
     require("grain", extra="cli")
     check_run_folder(options)
     check_options(options)
-    devices, replicas = jax.devices(), options.communication.replicas
-    mesh = mesh_of(options.where.mesh, devices, pipelined=options.is_hybrid, replicas=replicas)
+    devices = jax.devices()
+    mesh = mesh_of(options.where.mesh, devices, pipelined=options.is_hybrid)
     options = fitted(options, mesh)
     screen, training = display.open_screen(), options.training
     corpus = data.open_corpus(training.data)

@@ -19,7 +19,7 @@ from shardopt.cli._job import RunInFolder
 from shardopt.cli._optimizer import make_optimizer
 from shardopt.cli._options import TuneOptions
 from shardopt.cli._run_folder import check_run_folder, checkpoint_settings
-from shardopt.cli._strategy import check_options, make_base, mesh_of
+from shardopt.cli._strategy import check_options, make_strategy, mesh_of
 from shardopt.core._errors import calling, error_text, plural, value_error
 from shardopt.core._extras import require
 from shardopt.core._types import PyTree, Rules, TrainState, leaves_with_paths
@@ -139,7 +139,7 @@ def tune(options: TuneOptions) -> int:
     )
     devices = jax.devices()
     mesh = mesh_of(options.where.mesh, devices, pipelined=options.is_hybrid)
-    opt = make_base(options, tx, mesh, tuned.model, rules=tuned.rules)
+    opt = make_strategy(options, tx, mesh, tuned.model, rules=tuned.rules)
     opt.specs(tuned.abstract_params)  # the display needs the shapes of the parameters
 
     screen, num_bytes = display.open_screen(), training.data.stat().st_size

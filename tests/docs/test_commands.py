@@ -14,9 +14,10 @@ import yaml
 from support.paths import ROOT
 
 from shardopt.cli._commands import LaunchOptions, parse, split_words
-from shardopt.cli._models import model_of
 from shardopt.cli._options import TrainOptions
 from shardopt.cli._strategy import check_options, fitted, make_strategy, mesh_of
+from shardopt.cli._train import model_of
+from shardopt.models import gpt
 
 pytestmark = pytest.mark.fast
 
@@ -59,16 +60,17 @@ def test_a_command_is_one(line):
     # what a resumed one leaves out is in its folder
     if options is not None and not options.run.resume:
         check_options(options)
-        replicas = options.communication.replicas
         pipelined = options.where.strategy == "hybrid"
-        mesh = mesh_of(options.where.mesh, jax.devices(), pipelined=pipelined, replicas=replicas)
+        mesh = mesh_of(options.where.mesh, jax.devices(), pipelined=pipelined)
         options = fitted(options, mesh)
-        make_strategy(options, optax.sgd(0.1), mesh, model_of(options.model).block_model)
+        make_strategy(
+            options, optax.sgd(0.1), mesh, model_of(options.model).block_model, rules=gpt.rules
+        )
 
 
 def test_there_are_commands_to_check():
     assert sum("launch" in line for line in COMMANDS) >= 4
-    assert len(COMMANDS) > 8
+    assert len(COMMANDS) > 6
 
 
 def test_the_options_of_launch_are_all_told():

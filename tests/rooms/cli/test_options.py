@@ -86,7 +86,7 @@ def shown_options(capsys, *words):
 
 @pytest.mark.parametrize(
     ("options", "command", "total"),
-    [(TrainOptions(), "train", 30), (TuneOptions(), "tune", 33)],
+    [(TrainOptions(), "train", 27), (TuneOptions(), "tune", 33)],
 )
 def test_help_shows_at_most_30_options_and_says_where_the_others_are(
     capsys, options, command, total
