@@ -176,7 +176,10 @@ def kernels(text: str, row: Row) -> dict[str, dict[str, float]]:
         lines = module.computations.get(name, ())
         shapes = {line.name: line.shape for line in lines}
         for line in lines:
-            if line.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in line.rest:
+            if (
+                line.opcode == "custom-call"
+                and 'custom_call_target="tpu_custom_call"' in line.arguments
+            ):
                 stem = re.sub(r"[.\d]+$", "", line.name)
                 inputs = [shapes[one] for one in operands(line) if one in shapes]
                 most = kernel_flops(line, inputs)

@@ -80,7 +80,9 @@ class Source:
             if name not in reached and name in self.module.computations:
                 reached.add(name)
                 for line in self.module.computations[name]:
-                    waiting += re.findall(r"%([\w.\-]+)", line.rest.partition(", metadata=")[0])
+                    waiting += re.findall(
+                        r"%([\w.\-]+)", line.arguments.partition(", metadata=")[0]
+                    )
                     waiting += [
                         value.strip("%{} ")
                         for value in attributes(line).values()
@@ -497,7 +499,7 @@ def shift_table(source: Source, line: Instruction, draw: random.Random) -> Edit:
     shape = read_shape(line.shape)
     if shape.dims != (source.devices,) or shape.dtype.kind not in "iu" or source.devices == 1:
         return None
-    numbers = line.rest.partition(")")[0].strip("{} ").split(",")
+    numbers = line.arguments.partition(")")[0].strip("{} ").split(",")
     numbers = numbers[1:] + numbers[:1]
     return {
         line.name: [
@@ -540,7 +542,8 @@ def synchronous(text: str) -> str:
     for name, instructions in changed.computations.items():
         lines += ["", f"{'ENTRY ' if name == module.entry else ''}%{name} {{"]
         lines += [
-            assign(i.name, i.shape, f"{i.opcode}({i.rest}", root=i.is_root) for i in instructions
+            assign(i.name, i.shape, f"{i.opcode}({i.arguments}", root=i.is_root)
+            for i in instructions
         ]
         lines.append("}")
     return "\n".join(lines) + "\n"

@@ -128,7 +128,7 @@ def _jax_kernel(phase: str, line: Instruction) -> tuple[str, int]:
     """Return which kernel of jax runs in a phase, and its block of queries, from what jax writes on
     the instruction.
     """
-    size = re.search(rf'block_q{"" if phase == "fwd" else "_" + phase}\\*": (\d+)', line.rest)
+    size = re.search(rf'block_q{"" if phase == "fwd" else "_" + phase}\\*": (\d+)', line.arguments)
     # it returns gradients of queries, too
     fused = phase == "dkv" and len(elements(line.shape)) == 3
     return "fused" if fused else phase, int(size[1]) if size else TILE
@@ -166,7 +166,7 @@ def kernel_flops(line: Instruction, inputs: list[str]) -> float:
     """Return the flops of a Pallas kernel: its stated flops, or `splash_flops` for splash
     attention; else 0.
     """
-    if stated := _STATED_FLOPS.search(line.rest):
+    if stated := _STATED_FLOPS.search(line.arguments):
         return float(stated[1])
     if "splash" not in line.name:
         return 0.0

@@ -202,10 +202,13 @@ class Reader:
 
     def compute(self, line: Instruction, shapes: dict[str, str], *, sends: bool) -> Compute:
         """Return the computation of an instruction on the TensorCore."""
-        cycles = _CYCLES.search(line.rest)
+        cycles = _CYCLES.search(line.arguments)
         if cycles and int(cycles[1]) < _UNKNOWN_CYCLES:
             return Compute(line, int(cycles[1]) / self.clock)
-        if line.opcode == "custom-call" and 'custom_call_target="tpu_custom_call"' in line.rest:
+        if (
+            line.opcode == "custom-call"
+            and 'custom_call_target="tpu_custom_call"' in line.arguments
+        ):
             return self._kernel(line, [shapes[name] for name in operands(line) if name in shapes])
         return Compute(line, self._memory_seconds(line, sends=sends))
 
@@ -236,7 +239,7 @@ class Reader:
         """Return the seconds in which an instruction without an estimate reads and writes as much
         as its result.
         """
-        is_free = line.opcode in _FREE or any(word in line.rest for word in _FREE_CALLS)
+        is_free = line.opcode in _FREE or any(word in line.arguments for word in _FREE_CALLS)
         if sends or is_free or nbytes(line.shape) <= _SMALL:
             return 0.0
         self.assumed[f"{_stem(line)} without an estimate, counted by the bytes of its result"] += 1
@@ -351,20 +354,20 @@ def _stated_torus_axes(line: Instruction) -> int | None:
 
     None if the text does not say.
     """
-    if match := re.search(r'"emitter":"(\d)D', line.rest):
+    if match := re.search(r'"emitter":"(\d)D', line.arguments):
         return int(match[1])
-    if match := re.search(r"cores:\{([\d ]+)\}", line.rest):
+    if match := re.search(r"cores:\{([\d ]+)\}", line.arguments):
         return len(match[1].split())
     return (
         1
-        if "RingSumEmitter" in line.rest or "async_collective_fusion_config" in line.rest
+        if "RingSumEmitter" in line.arguments or "async_collective_fusion_config" in line.arguments
         else None
     )
 
 
 def _rendezvous(line: Instruction) -> str | None:
     """Return the name that a send to another slice and its recv have in common."""
-    match = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', line.rest)
+    match = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', line.arguments)
     return match[1] if match else None
 
 

@@ -8,6 +8,11 @@ from typing import NamedTuple
 
 from shardopt.core._errors import format_error
 
+cached = functools.lru_cache(maxsize=2**12)
+"""A cache of the last results of a function. It is bounded, so that a process may prove many
+programs.
+"""
+
 
 class Instruction(NamedTuple):
     """One line of HLO: `name = shape opcode(operands), attributes`.
@@ -16,14 +21,14 @@ class Instruction(NamedTuple):
       name: name without the percent sign.
       shape: shape of the result as text, `f32[8,4]{1,0}` or a tuple in parentheses.
       opcode: `all-reduce`, `while`, ...
-      rest: the text after the opcode's opening parenthesis; `operands` and `attributes` parse it.
+      arguments: the text after the opcode's opening parenthesis; `operands` and `attributes` parse it.
       is_root: whether it is the result of its computation.
     """
 
     name: str
     shape: str
     opcode: str
-    rest: str
+    arguments: str
     is_root: bool
 
 
@@ -57,7 +62,7 @@ def parse(text: str) -> Module:
             computations[name].append(instruction)
         elif computations[name] and line.strip():  # metadata of kernels spans several lines
             previous = computations[name][-1]
-            computations[name][-1] = previous._replace(rest=previous.rest + line)
+            computations[name][-1] = previous._replace(arguments=previous.arguments + line)
     if not header or not entry:
         raise _not_a_module(f"it has no {'entry computation' if header else 'HloModule line'}")
     if name is not None:
@@ -90,7 +95,7 @@ def aliases(header: str) -> list[tuple[tuple[int, ...], int]]:
 
 def operands(instruction: Instruction) -> list[str]:
     """Return the operand names. For a constant or parameter, return its literal."""
-    operand_text = _TUPLE_INDEX.sub("", instruction.rest[: end_of(instruction.rest)])
+    operand_text = _TUPLE_INDEX.sub("", instruction.arguments[: end_of(instruction.arguments)])
     # an operand may carry its shape: `f32[8]{0} %x`
     return [part.split()[-1].lstrip("%") for part in split(operand_text) if part.strip()]
 
@@ -111,7 +116,7 @@ def attributes(instruction: Instruction) -> dict[str, str]:
     """Return the attributes after the operands as text, `{"channel_id": "1", ...}`."""
     values: dict[str, str] = {}
     previous_key = ""
-    for part in split(instruction.rest[end_of(instruction.rest) + 1 :]):
+    for part in split(instruction.arguments[end_of(instruction.arguments) + 1 :]):
         key, equals, value = part.strip().partition("=")
         if not equals:
             continue
@@ -125,7 +130,7 @@ def attributes(instruction: Instruction) -> dict[str, str]:
     return values
 
 
-@functools.cache
+@cached
 def numbers(text: str) -> tuple[int, ...]:
     """Return the whole numbers of a text."""
     return tuple(int(number) for number in re.findall(r"-?\d+", text))
@@ -200,7 +205,7 @@ _CLOSING = re.compile(r'^\s*\}\s*(?:,\s*execution_thread="[^"]*")?\s*(?://.*)?$'
 """This does not match every line that begins with a brace, because metadata of kernels has such
 lines.
 """
-_ASSIGNMENT = re.compile(r"^\s*(?P<root>ROOT\s+)?%?(?P<name>[^\s=]+) = (?P<rest>.*)$")
+_ASSIGNMENT = re.compile(r"^\s*(?P<root>ROOT\s+)?%?(?P<name>[^\s=]+) = (?P<definition>.*)$")
 _OPCODE = re.compile(r"\s*(?P<opcode>[\w\-]+)\(")
 _PUNCTUATION = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{}]')
@@ -211,13 +216,17 @@ _TUPLE_INDEX = re.compile(r"/\*index=\d+\*/")
 def _instruction(line: str) -> Instruction | None:
     if not (assignment := _ASSIGNMENT.match(line)):
         return None
-    rest = assignment["rest"]
-    end = end_of(rest[1:]) + 2 if rest.startswith("(") else rest.find(" ")
-    if not (opcode := _OPCODE.match(rest, end)):
+    definition = assignment["definition"]
+    end = end_of(definition[1:]) + 2 if definition.startswith("(") else definition.find(" ")
+    if not (opcode := _OPCODE.match(definition, end)):
         return None
-    shape = _TUPLE_INDEX.sub("", rest[:end])
+    shape = _TUPLE_INDEX.sub("", definition[:end])
     return Instruction(
-        assignment["name"], shape, opcode["opcode"], rest[opcode.end() :], bool(assignment["root"])
+        assignment["name"],
+        shape,
+        opcode["opcode"],
+        definition[opcode.end() :],
+        bool(assignment["root"]),
     )
 
 
@@ -234,7 +243,7 @@ def end_of(text: str) -> int:
     return len(text)
 
 
-@functools.cache
+@cached
 def elements(shape: str) -> tuple[str, ...]:
     """Return the elements of a tuple shape, one level deep.
 
@@ -255,7 +264,7 @@ def arrays(shape: str) -> list[str]:
     return [shape.split("{")[0].strip()]
 
 
-@functools.cache
+@cached
 def array_shape(shape: str) -> tuple[int, ...]:
     """Return the dims of an array shape as text."""
     return numbers(arrays(shape)[0].partition("[")[2])

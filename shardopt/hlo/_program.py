@@ -473,7 +473,7 @@ def _computation(
 
     def line_flops(line: Instruction) -> _Flops:
         if line.opcode in ("dot", "convolution") or (
-            line.opcode == "custom-call" and "__cublas$" in line.rest
+            line.opcode == "custom-call" and "__cublas$" in line.arguments
         ):
             count = _convolution if line.opcode == "convolution" else _dot
             return _Flops(count(line, shapes))
@@ -504,7 +504,7 @@ def _dot(line: Instruction, shapes: Mapping[str, str]) -> float:
     lhs = array_shape(shapes[operands(line)[0]])
     contracting = attributes(line).get("lhs_contracting_dims", "")
     if line.opcode == "custom-call":
-        match = re.search(r'lhs_contracting_dimensions\\?":\[([^\]]*)\]', line.rest)
+        match = re.search(r'lhs_contracting_dimensions\\?":\[([^\]]*)\]', line.arguments)
         contracting = match[1] if match else str(len(lhs) - 1)
     return (
         2.0

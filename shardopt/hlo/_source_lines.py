@@ -42,9 +42,12 @@ def source_of(instruction: Instruction, frames: Frames) -> str:
 
     Older versions of XLA write it on the instruction.
     """
-    if (frame_id := _FRAME_ID.search(instruction.rest)) and frame_id[1] in frames:
+    if (frame_id := _FRAME_ID.search(instruction.arguments)) and frame_id[1] in frames:
         return frames[frame_id[1]]
-    file, line = _SOURCE_FILE.search(instruction.rest), _SOURCE_LINE.search(instruction.rest)
+    file, line = (
+        _SOURCE_FILE.search(instruction.arguments),
+        _SOURCE_LINE.search(instruction.arguments),
+    )
     return f"{file[1]}:{line[1]}" if file and line else ""
 
 
@@ -53,7 +56,7 @@ def op_name_of(instruction: Instruction) -> str:
 
     "" if it is unknown.
     """
-    match = _OP_NAME.search(instruction.rest)
+    match = _OP_NAME.search(instruction.arguments)
     return match[1] if match else ""
 
 

@@ -157,7 +157,7 @@ def kind_of(instruction: Instruction) -> str | None:
     None for other instructions, and for `-done` and `-update` of a collective.
     """
     if crosses_slices(instruction):
-        match = _TRANSFER.search(instruction.rest)
+        match = _TRANSFER.search(instruction.arguments)
         return match[1].lower().replace("_", "-") if match else "collective-permute"
     kind = instruction.opcode.removesuffix("-start")
     return kind if kind in KINDS else None
@@ -167,7 +167,7 @@ def crosses_slices(instruction: Instruction) -> bool:
     """Return whether it is a collective between slices, which XLA:TPU compiles to a send to the
     Megascale runtime.
     """
-    return instruction.opcode == "send" and MEGASCALE in instruction.rest
+    return instruction.opcode == "send" and MEGASCALE in instruction.arguments
 
 
 MEGASCALE = "xla_megascale_runtime"
@@ -182,7 +182,7 @@ def callees(instruction: Instruction) -> list[str]:
     0.0.50), or among the `called_computations` of a `custom-call-start` (0.0.52).
     """
     opcode = instruction.opcode
-    if opcode in ("async-update", "async-done") or not _CALLS.search(instruction.rest):
+    if opcode in ("async-update", "async-done") or not _CALLS.search(instruction.arguments):
         return []
     keys = ["calls", "body", "condition", *_BRANCHES, "called_computations"]
     if opcode in ("call", "call-start"):
@@ -236,7 +236,7 @@ def unread_starts(module: Module) -> tuple[str, ...]:
         for lines in module.computations.values()
         for line in lines
         if line.opcode.endswith("-start")
-        and ON_SPARSE_CORE in line.rest
+        and ON_SPARSE_CORE in line.arguments
         and reaching.isdisjoint(callees(line))
     )
 
@@ -281,8 +281,8 @@ def chain_of(instruction: Instruction) -> str | None:
     computation.
     """
     match = (
-        _CHAIN.search(instruction.rest)
-        if "async_collective_fusion_config" in instruction.rest
+        _CHAIN.search(instruction.arguments)
+        if "async_collective_fusion_config" in instruction.arguments
         else None
     )
     return match[1] if match else None
@@ -309,9 +309,9 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
     counter: its start, its increment and the bound of the comparison. A loop named `ONE_TURN` hides
     the constant from XLA, and has one iteration.
     """
-    if known := _KNOWN.search(loop.rest):
+    if known := _KNOWN.search(loop.arguments):
         return int(known[1])
-    if _NAMED.search(loop.rest):
+    if _NAMED.search(loop.arguments):
         return 1
     words = attributes(loop)
     condition, body = (_root(module, words[key].lstrip("%")) for key in ("condition", "body"))
@@ -319,13 +319,13 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
     if comparison is None or comparison.opcode != "compare":
         return None
     direction = attributes(comparison)["direction"]
-    left, right = (_linear(module, operand) for operand in compared)
-    if left is None or right is None:
+    lhs, rhs = (_linear(module, operand) for operand in compared)
+    if lhs is None or rhs is None:
         return None
-    if left.slot is None:  # put the counter on the left
-        left, right, direction = right, left, _MIRRORED.get(direction, "")
-    counter = left.slot
-    if counter is None or left.plus or right.slot is not None or direction not in _MIRRORED:
+    if lhs.slot is None:  # put the counter on the left
+        lhs, rhs, direction = rhs, lhs, _MIRRORED.get(direction, "")
+    counter = lhs.slot
+    if counter is None or lhs.plus or rhs.slot is not None or direction not in _MIRRORED:
         return None
     initial = _Reference(computation, operands(loop)[0])
     start, step = (
@@ -335,7 +335,7 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
         return None
     if step is None or step.slot != counter or step.plus == 0:
         return None
-    end = right.plus + {"LE": 1, "GE": -1}.get(direction, 0)
+    end = rhs.plus + {"LE": 1, "GE": -1}.get(direction, 0)
     upwards = direction in ("LT", "LE")
     return len(range(start.plus, end, step.plus)) if upwards == (step.plus > 0) else None
 
@@ -399,10 +399,10 @@ def _linear(module: Module, reference: _Reference | None) -> _Linear | None:
         return _Linear(int(attributes(line)["index"]), 0) if is_state else None
     if line.opcode != "add":
         return None
-    left, right = (_linear(module, operand) for operand in inputs)
-    if left is None or right is None or None not in (left.slot, right.slot):
+    lhs, rhs = (_linear(module, operand) for operand in inputs)
+    if lhs is None or rhs is None or None not in (lhs.slot, rhs.slot):
         return None
-    return _Linear(right.slot if left.slot is None else left.slot, left.plus + right.plus)
+    return _Linear(rhs.slot if lhs.slot is None else lhs.slot, lhs.plus + rhs.plus)
 
 
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}

@@ -39,6 +39,16 @@ def _varying(at: Positions, groups: Groups) -> bool:
     return any((at.array[list(group)] != at.array[group[0]]).any() for group in groups)
 
 
+def _varying_factors(value: DerivedValue, groups: Groups) -> list[tuple[int, Factor]]:
+    """Return the factors, with their dims, of which devices of a group hold different pieces."""
+    return [
+        (i, factor)
+        for i, dim in enumerate(value.dims)
+        for factor in dim
+        if factor.size and _varying(factor.at, groups)
+    ]
+
+
 def _sizes_of(groups: Groups) -> tuple[int, int]:
     """Return the number of devices, and the number of devices of each group."""
     members = sorted(device for group in groups for device in group)
@@ -56,71 +66,95 @@ def reduced_over(value: DerivedValue, kind: str, groups: Groups, order: int) -> 
         return value
     if kind not in REDUCTIONS:
         raise Unproved(f"no rule covers a reduction by {kind}.")
-    for dim in value.dims:
-        for factor in dim:
-            if factor.size and _varying(factor.at, groups):
-                raise Wrong(
-                    "it reduces over devices that hold different pieces of an array.", groups
-                )
+    if _varying_factors(value, groups):
+        raise Wrong("it reduces over devices that hold different pieces of an array.", groups)
     varying = [h for h in value.hidden if _varying(h.at, groups)]
+    if not varying:
+        return _of_copies(value, kind, groups, n)
     remaining = [h for h in value.hidden if h not in varying]
     if kind != "add":
-        varying = list(used(varying, order, kept=kind))
-        if any(h.kind == "dim" for h in varying):
-            raise Unproved(
-                f"it takes the {kind} over a dim of which each device holds one element, where a"
-                " sum may be meant."
-            )
-    if not varying:
-        if value.zero or (kind not in ("add", "multiply") and not value.constant):
-            return value
-        if kind != "add":
-            raise Unproved(f"it takes the {kind} of copies, where a sum may be meant.")
-        # a count of rows or devices: it is a constant no more, so that no second sum is taken
-        if value.constant:
-            return value.changed(constant=False, sums=value.sums | {group_classes(groups)})
-        if any(h.kind == kind for h in remaining):
-            raise Wrong(
-                "it sums over devices that hold the same term: each term counts several times, and"
-                " the sum over other devices is still missing.",
-                groups,
-            )
-        if kind == "add" and group_classes(groups) in value.sums:
-            raise Wrong(
-                f"it sums {n} copies of a sum that is complete already: the result is {n} times too"
-                " large.",
-                groups,
-            )
-        raise Unproved(
-            f"it sums {n} copies of a value: right only if the result is used as an average of"
-            " equal values."
+        varying = list(used(varying, order, linear=kind))
+    _check_terms({h.kind for h in varying}, kind, value.constant)
+    remaining += _incomplete(varying, kind, groups, n, order)
+    sums = value.sums | {group_classes(groups)} if kind == "add" else value.sums
+    return value.changed(hidden=merged_hidden([tuple(remaining)]), constant=False, sums=sums)
+
+
+def _of_copies(value: DerivedValue, kind: str, groups: Groups, n: int) -> DerivedValue:
+    """Return the result of an all-reduce of equal values."""
+    if value.zero or (kind not in ("add", "multiply") and not value.constant):
+        return value
+    if kind != "add":
+        raise Unproved(f"it takes the {kind} of copies, where a sum may be meant.")
+    # a count of rows or devices: it is a constant no more, so that no second sum is taken
+    if value.constant:
+        return value.changed(constant=False, sums=value.sums | {group_classes(groups)})
+    if any(h.kind == kind for h in value.hidden):
+        raise Wrong(
+            "it sums over devices that hold the same term: each term counts several times, and the"
+            " sum over other devices is still missing.",
+            groups,
         )
-    for h in varying:
-        if h.kind == "own":
-            raise Unproved(
-                "it sums values that devices computed from terms of a sum that is not complete: the"
-                " result is that of one device only if the computation between is linear up to"
-                " rounding."
-            )
-        if h.kind == "device":
-            raise Unproved("it sums values that devices chose by their own number.")
-    if all(h.kind == "dim" for h in varying) and value.constant:
+    if group_classes(groups) in value.sums:
+        raise Wrong(
+            f"it sums {n} copies of a sum that is complete already: the result is {n} times too"
+            " large.",
+            groups,
+        )
+    raise Unproved(
+        f"it sums {n} copies of a value: right only if the result is used as an average of equal"
+        " values."
+    )
+
+
+def _check_terms(kinds: set[str], kind: str, constant: bool) -> None:
+    """Raise if a reduction of coordinates of these kinds may mean something else."""
+    if kind != "add" and "dim" in kinds:
+        raise Unproved(
+            f"it takes the {kind} over a dim of which each device holds one element, where a sum"
+            " may be meant."
+        )
+    if "own" in kinds:
+        raise Unproved(
+            "it sums values that devices computed from terms of a sum that is not complete: the"
+            " result is that of one device only if the computation between is linear up to"
+            " rounding."
+        )
+    if "device" in kinds:
+        raise Unproved("it sums values that devices chose by their own number.")
+    if kinds == {"dim"} and constant:
         raise Unproved("it sums constants that differ between devices.")
+
+
+def _incomplete(
+    varying: list[Hidden], kind: str, groups: Groups, n: int, order: int
+) -> list[Hidden]:
+    """Return the coordinate of the reduction that remains after groups of n devices; none if it is
+    complete.
+    """
     stacked = np.stack([h.at.array for h in varying], axis=1)
     total = math.prod(h.count for h in varying)
     members = [frozenset(map(tuple, stacked[list(group)].tolist())) for group in groups]
-    if len(frozenset().union(*members)) < total:
+    terms = frozenset().union(*members)
+    if len(terms) < total:
         raise Unproved("it sums terms of which some are on no device.")
     if any(len(member) != n for member in members):
         raise Wrong(
             "some devices of a group hold the same term, which counts several times.", groups
         )
-    if n < total:
-        remaining.append(_partial(members, groups, n, total, varying, kind, order))
-    elif n > total:
+    if n > total:
         raise Wrong("its groups have more devices than there are terms.", groups)
-    sums = value.sums | {group_classes(groups)} if kind == "add" else value.sums
-    return value.changed(hidden=merged_hidden([tuple(remaining)]), constant=False, sums=sums)
+    if n == total:
+        return []
+    distinct = sorted(set(members), key=sorted)
+    if total % n or n * len(distinct) != len(terms):
+        raise Wrong(
+            "its groups sum sets of terms that overlap, so that no later sum can complete them.",
+            groups,
+        )
+    at = _numbered(groups, [[distinct.index(member)] * n for member in members])
+    origin = next((h.origin for h in varying if h.kind == kind), order)
+    return [Hidden(kind, at, total // n, origin)]
 
 
 def group_classes(groups: Groups) -> Positions:
@@ -134,27 +168,6 @@ def _numbered(groups: Groups, numbers: Sequence[Sequence[int]]) -> Positions:
     for group, members in zip(groups, numbers, strict=True):
         at[list(group)] = members
     return Positions.of(at)
-
-
-def _partial(
-    members: list[frozenset[tuple[int, ...]]],
-    groups: Groups,
-    n: int,
-    total: int,
-    varying: list[Hidden],
-    kind: str,
-    order: int,
-) -> Hidden:
-    """Return the coordinate of the reduction that remains: groups summed other sets of terms."""
-    distinct = sorted(set(members), key=sorted)
-    if total % n or sum(len(member) for member in distinct) != len(frozenset().union(*distinct)):
-        raise Wrong(
-            "its groups sum sets of terms that overlap, so that no later sum can complete them.",
-            groups,
-        )
-    at = _numbered(groups, [[distinct.index(member)] * n for member in members])
-    origin = next((h.origin for h in varying if h.kind == kind), order)
-    return Hidden(kind, at, total // n, origin)
 
 
 def position_in_group(groups: Groups) -> Positions:
@@ -243,12 +256,7 @@ def _gathered_coordinate(
     """Return the one coordinate that varies in the groups: (dim, factor), dim -1 for a hidden dim;
     None if there is none. And the hidden coordinates that remain.
     """
-    factors = [
-        (i, factor)
-        for i, dim in enumerate(value.dims)
-        for factor in dim
-        if factor.size and _varying(factor.at, groups)
-    ]
+    factors = _varying_factors(value, groups)
     hidden = [h for h in value.hidden if _varying(h.at, groups)]
     if not factors and not hidden:
         return None, value.hidden
@@ -306,19 +314,19 @@ def exchanged(value: DerivedValue, dim: int, groups: Groups) -> DerivedValue:
     # the block that arrives is the one with the receiver's number: gathering saw block 0 of every
     # device
     common = value._replace(hidden=tuple(h for h in value.hidden if not _varying(h.at, groups)))
-    own = block(common, dim, position_in_group(groups), n)
+    blocks = block(common, dim, position_in_group(groups), n)
     factors = list(received.dims[dim])
-    for before, after in zip(sent.dims[dim], own.dims[dim], strict=False):
+    for before, after in zip(sent.dims[dim], blocks.dims[dim], strict=False):
         if before == after:
             continue
         if before not in factors:
             raise Unproved("it exchanges blocks of a dim of which each device holds a piece.")
         factors[factors.index(before)] = after
-    kept = tuple(h for h in received.hidden if h not in sent.hidden or h in own.hidden)
-    new = tuple(h for h in own.hidden if h not in sent.hidden)
+    unchanged = tuple(h for h in received.hidden if h not in sent.hidden or h in blocks.hidden)
+    new = tuple(h for h in blocks.hidden if h not in sent.hidden)
     return received.changed(
         dims=replaced(received.dims, dim, tuple(factors)),
-        hidden=merged_hidden([kept, new]),
+        hidden=merged_hidden([unchanged, new]),
         fill=received.fill,
     )
 

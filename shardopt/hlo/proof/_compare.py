@@ -203,9 +203,9 @@ def compare(
             return Comparison(None, "for drawn arguments, a result is not finite.")
         for draw in reference.draws:
             expected = reference.results(draw)
-            whole = reference.arguments(draw)
-            scales = [_scale(target, whole) for target in expected]
-            arguments = interpreter.shard(whole, into)
+            global_arguments = reference.arguments(draw)
+            scales = [_scale(target, global_arguments) for target in expected]
+            arguments = interpreter.shard(global_arguments, into)
             try:
                 results = interpreter.run(arguments)
             except CannotInterpretError as error:
@@ -277,7 +277,7 @@ def _computed(line: Instruction) -> list[str]:
     Those of cuBLAS after the first one are workspaces.
     """
     shapes = arrays(line.shape)
-    return shapes[:1] if any(target in line.rest for target in TARGETS) else shapes
+    return shapes[:1] if any(target in line.arguments for target in TARGETS) else shapes
 
 
 def _tells(result: np.ndarray) -> bool:

@@ -85,7 +85,7 @@ class Derivation:
         result: Result = ()
         for line in lines.values():
             if line.opcode == "parameter":
-                values[line.name] = arguments[int(line.rest.partition(")")[0])]
+                values[line.name] = arguments[int(line.arguments.partition(")")[0])]
             else:
                 values[line.name] = self.line(line, [values[name] for name in line.operands])
             if line.opcode == "concatenate":
@@ -199,7 +199,7 @@ class Derivation:
         if target.startswith("lapack_") or target in ("Cholesky", "Qr", "Eigh"):
             return self._of_whole_dims(line, operands, 2)
         is_kernel = target == "tpu_custom_call"
-        if is_kernel and '"has_communication":true' not in line.rest.replace(" ", ""):
+        if is_kernel and '"has_communication":true' not in line.arguments.replace(" ", ""):
             rank = max(len(operand.shape) for operand in operands)
             return self._of_whole_dims(line, operands, rank)
         raise Unproved(f"no rule covers the custom call {target}.")
@@ -207,8 +207,8 @@ class Derivation:
     def _gemm(self, line: Line, gemm: Gemm, operands: list[DerivedValue]) -> Result:
         shape, *workspaces = elements(line.shape)
         array = line._replace(shape=shape)
-        left, right, *addends = operands
-        value = _rules.product(array, left, right, gemm.batch, gemm.contracting)
+        lhs, rhs, *addends = operands
+        value = _rules.product(array, lhs, rhs, gemm.batch, gemm.contracting)
         if gemm.bias:
             last = array._replace(
                 attributes={"dimensions": f"{{{len(value.shape) - 1}}}"}, opcode="broadcast"

@@ -18,7 +18,7 @@ def convolution(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     side that is spread by n. It is contracted if the window covers it whole, and free if one of the
     operands has one element.
     """
-    left, right = values
+    lhs, rhs = values
     left_labels, right_labels, result_labels = re.split("_|->", line.attributes["dim_labels"])
     windows = window_dims(line.attributes)
     if any(line.attributes.get(f"{kind}_group_count", "1") != "1" for kind in ("feature", "batch")):
@@ -26,7 +26,7 @@ def convolution(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     batch, contracting, free_left, free_right = [], [("f", "i")], ["b"], ["o"]
     for label in sorted(set(result_labels) - set("bf")):
         index = int(label)
-        size = left.shape[left_labels.index(label)], right.shape[right_labels.index(label)]
+        size = lhs.shape[left_labels.index(label)], rhs.shape[right_labels.index(label)]
         result = line.dims[result_labels.index(label)]
         _, stride, low, high, spread, dilation, reverse = windows[index]
         plain = (stride, spread, dilation, low, high, reverse) == (1, 1, 1, 0, 0, 0)
@@ -50,13 +50,13 @@ def convolution(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
             batch.append((label, label))
         else:
             raise Unproved("no rule covers a convolution that is no inner product.")
-    left, left_labels = _without(left, left_labels, free_right)
-    right, right_labels = _without(right, right_labels, free_left)
+    lhs, left_labels = _without(lhs, left_labels, free_right)
+    rhs, right_labels = _without(rhs, right_labels, free_left)
     pairs = [
         [(left_labels.index(a), right_labels.index(b)) for a, b in labels]
         for labels in (batch, contracting)
     ]
-    result = product(line, left, right, *pairs)
+    result = product(line, lhs, rhs, *pairs)
     taken = {i for pair in pairs for i, _ in pair}, {j for pair in pairs for _, j in pair}
     order = [label for label, _ in batch]
     order += [label for i, label in enumerate(left_labels) if i not in taken[0]]

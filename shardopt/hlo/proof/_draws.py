@@ -156,7 +156,7 @@ class _Walk:
                 source = _before(self.lines[computation], operand, (*_COPIES, "reshape"))
                 if source.opcode == "iota":
                     reached.sizes.add(source.dims[source.integers("iota_dimension")[0]])
-                number = source.rest.partition(")")[0]
+                number = source.arguments.partition(")")[0]
                 if source.opcode == "constant" and number.lstrip("-").partition(".")[0].isdigit():
                     reached.constants.add(int(float(number)))
 
@@ -189,7 +189,7 @@ class _Walk:
             computations, position = computations[position - 1 : position], 0
         for callee in computations:
             for line in self.lines[callee].values():
-                if line.opcode == "parameter" and line.rest.startswith(f"{position})"):
+                if line.opcode == "parameter" and line.arguments.startswith(f"{position})"):
                     yield callee, line.name, index
 
 
@@ -215,7 +215,7 @@ def _is_of_an_index(predicate: Line, lines: dict[str, Line]) -> bool:
     if predicate.attributes.get("direction") != "LT":
         return False
     zero = lines[predicate.operands[1]]
-    return zero.shape[0] in "su" and zero.opcode == "constant" and zero.rest.startswith("0)")
+    return zero.shape[0] in "su" and zero.opcode == "constant" and zero.arguments.startswith("0)")
 
 
 class Sides:

@@ -41,7 +41,7 @@ def _constants(module: Module) -> tuple[set[str], set[float]]:
     for line in (line for lines in module.computations.values() for line in lines):
         types.add(line.shape.partition("[")[0])
         if line.opcode == "constant" and _FLOAT.match(line.shape):
-            number = float(line.rest.partition(")")[0])
+            number = float(line.arguments.partition(")")[0])
             numbers.add(float(read_shape(line.shape).dtype.type(number)))
     return types, numbers
 

@@ -54,7 +54,7 @@ class CannotInterpretError(NotImplementedError):
     """
 
     def __init__(self, instruction: Instruction, reason: str) -> None:
-        operand_text = instruction.rest.partition(", metadata=")[0][:200]
+        operand_text = instruction.arguments.partition(", metadata=")[0][:200]
         line = f"{instruction.name} = {instruction.shape} {instruction.opcode}({operand_text}"
         super().__init__(f"interpret: cannot interpret {line}: {reason.rstrip('.')}.")
         self.instruction, self.reason = instruction, reason
@@ -170,7 +170,7 @@ class Interpreter:
         steps = []
         for instruction, line in zip(instructions, lines, strict=True):
             if line.opcode == "parameter":
-                index = int(line.rest.partition(")")[0])
+                index = int(line.arguments.partition(")")[0])
                 steps.append((lambda _, values, index=index: values[index], None, instruction))
                 continue
             try:
@@ -203,8 +203,10 @@ class Interpreter:
         return lambda devices, values: numbers(len(devices))
 
     def _constant(self, line: Line) -> Step:
-        rest = line.rest
-        text = rest.partition("), ")[0].rpartition(")")[0] or rest.partition(")")[0]
+        text = (
+            line.arguments.partition("), ")[0].rpartition(")")[0]
+            or line.arguments.partition(")")[0]
+        )
         literal = read_literal(text, line.result)
         literal = literal.astype(widened(line).result.dtype)
         if literal.dtype.kind == "f":
@@ -249,7 +251,7 @@ class Interpreter:
         is_boolean = line.operand(0).dtype == np.bool_
 
         def step(devices, values):
-            which = (
+            chosen = (
                 ~values[0] * 1
                 if is_boolean
                 else np.where(
@@ -257,12 +259,12 @@ class Interpreter:
                 )
             )
             result = None
-            for branch in np.unique(which).tolist():
-                rows = np.flatnonzero(which == branch)
+            for branch in np.unique(chosen).tolist():
+                rows = np.flatnonzero(chosen == branch)
                 operand = _take(values[1 + branch], rows)
                 outcome = self.call(branches[branch], devices[rows], [operand])
                 result = (
-                    _spread_rows(outcome, rows, len(which))
+                    _spread_rows(outcome, rows, len(chosen))
                     if result is None
                     else _put(result, rows, outcome)
                 )
@@ -353,16 +355,16 @@ class Interpreter:
             columns = [np.moveaxis(value, axis, -1).copy() for value in values]
             length = columns[0].shape[-1]
             for turn in range(length):
-                left, right = slice(turn % 2, length - 1, 2), slice(turn % 2 + 1, length, 2)
+                first, second = slice(turn % 2, length - 1, 2), slice(turn % 2 + 1, length, 2)
                 pairs = [
-                    part for column in columns for part in (column[..., right], column[..., left])
+                    part for column in columns for part in (column[..., second], column[..., first])
                 ]
                 if pairs[0].size == 0:
                     continue
                 swaps = self._scalars(name, pairs)
                 for column in columns:
-                    a, b = column[..., left].copy(), column[..., right].copy()
-                    column[..., left], column[..., right] = (
+                    a, b = column[..., first].copy(), column[..., second].copy()
+                    column[..., first], column[..., second] = (
                         np.where(swaps, b, a),
                         np.where(swaps, a, b),
                     )

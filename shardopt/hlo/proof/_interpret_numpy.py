@@ -168,7 +168,7 @@ def elementwise(line: Line) -> Operation | None:
     if opcode == "compare":
         return _compare(line)
     if opcode == "select":
-        return lambda which, yes, no: np.where(_spread(which, yes), yes, no)
+        return lambda predicate, yes, no: np.where(_spread(predicate, yes), yes, no)
     if opcode == "clamp":
         return lambda low, value, high: np.minimum(
             np.maximum(value, _spread(low, value)), _spread(high, value)
@@ -379,8 +379,7 @@ def _product(line: Line, result: Shape, batch: Pairs, contracting: Pairs) -> Ope
     """Return the inner product of two operands: dims in the order batch, left, right."""
     lhs, rhs = line.operand(0).dims, line.operand(1).dims
     (lb, rb), (lc, rc) = (
-        ([left for left, _ in pairs], [right for _, right in pairs])
-        for pairs in (batch, contracting)
+        ([dim for dim, _ in pairs], [dim for _, dim in pairs]) for pairs in (batch, contracting)
     )
     lf = [dim for dim in range(len(lhs)) if dim not in (*lb, *lc)]
     rf = [dim for dim in range(len(rhs)) if dim not in (*rb, *rc)]
@@ -625,15 +624,15 @@ def gemm(line: Line) -> Operation:
     wide = shape._replace(dtype=wide_float(shape.dtype))
     product = _product(line, wide, config.batch, config.contracting)
 
-    def apply(left, right, *others):
-        result = config.alpha * product(left, right)
+    def apply(lhs, rhs, *addends):
+        result = config.alpha * product(lhs, rhs)
         if config.beta:
-            result = result + config.beta * others[0]
+            result = result + config.beta * addends[0]
         if config.bias:
-            result = result + others[-1].reshape(len(left), *(1,) * (result.ndim - 2), -1)
+            result = result + addends[-1].reshape(len(lhs), *(1,) * (result.ndim - 2), -1)
         if config.function:
             result = _FUNCTIONS[config.function](result)
-        return (result, np.zeros((len(left), 0))) if line.shape.startswith("(") else result
+        return (result, np.zeros((len(lhs), 0))) if line.shape.startswith("(") else result
 
     return apply
 

@@ -1,6 +1,5 @@
 """The instructions of a module with their shapes, operands and attributes parsed once."""
 
-import functools
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from shardopt.hlo._hlo_text import (
     array_shape,
     arrays,
     attributes,
+    cached,
     elements,
     header_count,
     numbers,
@@ -58,7 +58,7 @@ class Shape(NamedTuple):
         return [self.dims[dim] for dim in reversed(self.order) if self.dims[dim] != 1]
 
 
-@functools.cache
+@cached
 def read_shape(text: str) -> Shape:
     """Parse `f32[8,4]{1,0:T(8,128)}`; raise ValueError for tuples, dynamic dims and unknown types.
 
@@ -81,7 +81,7 @@ class Line(NamedTuple):
       name: its name.
       shape: its shape as text.
       opcode: its opcode.
-      rest: the text after the opcode.
+      arguments: the text after the opcode.
       is_root: whether it is the result of its computation.
       operands: the names of its operands.
       operand_shapes: their shapes as text.
@@ -93,7 +93,7 @@ class Line(NamedTuple):
     name: str
     shape: str
     opcode: str
-    rest: str
+    arguments: str
     is_root: bool
     operands: tuple[str, ...]
     operand_shapes: tuple[str, ...]
@@ -203,13 +203,13 @@ def read_lines(module: Module) -> dict[str, tuple[Line, ...]]:
     return computations
 
 
-@functools.cache
+@cached
 def dtype_of(shape: str) -> str:
     """Return the element type of an array shape as text."""
     return arrays(shape)[0].split("[")[0]
 
 
-@functools.cache
+@cached
 def major_to_minor(shape: str) -> tuple[int, ...]:
     """Return the order of the dims in memory, major first."""
     return tuple(reversed(read_shape(elements(shape)[0]).order))

@@ -44,7 +44,7 @@ def _synchronous(chain: Sequence[Instruction]) -> list[Instruction]:
     start, *later = chain
     # its start is in another computation, such as the turn of a loop before
     if not start.opcode.endswith("-start"):
-        return [line._replace(opcode=THROUGH, rest=f"%{operands(line)[0]})") for line in chain]
+        return [line._replace(opcode=THROUGH, arguments=f"%{operands(line)[0]})") for line in chain]
     added = [operands(start), *(operands(line)[1:] for line in later)]
     last = max((i for i, names in enumerate(added) if names), default=0)
     values = ", ".join(f"%{name}" for names in added for name in names)
@@ -55,14 +55,14 @@ def _synchronous(chain: Sequence[Instruction]) -> list[Instruction]:
         if chain[-1].opcode.endswith("-done")
         else _result_shape(kind, chain[last].shape)
     )
-    attributes = start.rest[end_of(start.rest) + 1 :]
+    attributes = start.arguments[end_of(start.arguments) + 1 :]
     if kind == "async" or (kind == "custom-call" and ON_SPARSE_CORE in attributes):
         kind, attributes = "call", attributes.replace("called_computations=", "to_apply=")
-    lines = [line._replace(opcode="after-all", shape="()", rest=")") for line in chain[:last]]
-    lines.append(chain[last]._replace(opcode=kind, shape=shape, rest=f"{values}){attributes}"))
+    lines = [line._replace(opcode="after-all", shape="()", arguments=")") for line in chain[:last]]
+    lines.append(chain[last]._replace(opcode=kind, shape=shape, arguments=f"{values}){attributes}"))
     passed = f"%{chain[last].name})"
     return lines + [
-        line._replace(opcode=THROUGH, shape=shape, rest=passed) for line in chain[last + 1 :]
+        line._replace(opcode=THROUGH, shape=shape, arguments=passed) for line in chain[last + 1 :]
     ]
 
 

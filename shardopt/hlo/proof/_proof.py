@@ -118,8 +118,8 @@ class Proof(NamedTuple):
         if self.one_sided:
             lines.append(f"Only one side was taken of: {_shown(self.one_sided)}.")
         lines += [f"  {unknown}" for unknown in self.unknown[:MAX_SHOWN]]
-        more = len(self.unknown) - MAX_SHOWN
-        return "\n".join([*lines, *([f"  and {more} more"] if more > 0 else [])])
+        hidden = len(self.unknown) - MAX_SHOWN
+        return "\n".join([*lines, *([f"  and {hidden} more"] if hidden > 0 else [])])
 
 
 def _shown(names: tuple[str, ...]) -> str:

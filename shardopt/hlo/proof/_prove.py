@@ -321,14 +321,14 @@ def _faults_of_result(
         return frozenset()
     value = without_known_devices(value)
     try:
-        _, value, rest = unify(value, declared, [(i, i) for i in range(len(value.shape))])
+        _, value, unified = unify(value, declared, [(i, i) for i in range(len(value.shape))])
     except RuleError as problem:
         reason = problem.reason.replace(
             "its operands hold", "what is derived and what is declared are"
         )
         fault = Fault(problem.is_wrong, root, f"result {index}: {reason}", problem.groups)
         return frozenset([fault])
-    expected = {(h.at, h.count) for h in rest.hidden}
+    expected = {(h.at, h.count) for h in unified.hidden}
     extra = [h for h in value.hidden if (h.at, h.count) not in expected or h.kind != "dim"]
     if not extra:
         return frozenset()

@@ -65,6 +65,6 @@ def _around(instruction: Instruction, module: Module) -> str:
 
 
 def _text(line: Instruction, *, mark: bool) -> str:
-    rest = line.rest.split(", metadata=")[0].split(", backend_config=")[0]
-    text = f"{'> ' if mark else '  '}{line.name} = {line.shape} {line.opcode}({rest}"
+    arguments = line.arguments.split(", metadata=")[0].split(", backend_config=")[0]
+    text = f"{'> ' if mark else '  '}{line.name} = {line.shape} {line.opcode}({arguments}"
     return text if len(text) <= MAX_WIDTH else text[: MAX_WIDTH - 3] + "..."

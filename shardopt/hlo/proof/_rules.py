@@ -392,7 +392,7 @@ def reduce(line: Line, value: DerivedValue, initial: DerivedValue, kind: str) ->
     """Return a reduction of one array."""
     removed = line.integers("dimensions")
     if kind != "add":
-        value = value._replace(hidden=used(value.hidden, line.order, kept=kind))
+        value = value._replace(hidden=used(value.hidden, line.order, linear=kind))
     hidden = reduced(value, removed, kind, line)
     sums = [h for h in hidden if h.kind == "add"]
     if kind == "add" and sums and not initial.zero:
@@ -413,30 +413,30 @@ def _reduce_window(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
 
 
 def _dot(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
-    left, right = values
+    lhs, rhs = values
     batch, contracting = (
         line.pairs(f"lhs_{kind}_dims", f"rhs_{kind}_dims") for kind in ("batch", "contracting")
     )
-    return product(line, left, right, batch, contracting)
+    return product(line, lhs, rhs, batch, contracting)
 
 
 def product(
     line: Line,
-    left: DerivedValue,
-    right: DerivedValue,
+    lhs: DerivedValue,
+    rhs: DerivedValue,
     batch: list[tuple[int, int]],
     contracting: list[tuple[int, int]],
 ) -> DerivedValue:
-    """Return a dot product: dims in the order batch, left, right."""
-    common, left, right = unify(left, right, [*batch, *contracting])
+    """Return a dot product: dims in the order batch, lhs, rhs."""
+    common, lhs, rhs = unify(lhs, rhs, [*batch, *contracting])
     of_left, of_right = map(list, zip(*batch, *contracting, strict=True)) if common else ([], [])
-    free_left = [i for i in range(len(left.shape)) if i not in of_left]
-    free_right = [j for j in range(len(right.shape)) if j not in of_right]
+    free_left = [i for i in range(len(lhs.shape)) if i not in of_left]
+    free_right = [j for j in range(len(rhs.shape)) if j not in of_right]
     # one head per device, or a missing sum
-    _check_pieces(left, ("own", "add"), right, free_right)
-    _check_pieces(right, ("own", "add"), left, free_left)
-    terms = multiplied([left, right], line.order)
-    pieces = DerivedValue(left.shape, left.dims_with(common), terms)
+    _check_pieces(lhs, ("own", "add"), rhs, free_right)
+    _check_pieces(rhs, ("own", "add"), lhs, free_left)
+    terms = multiplied([lhs, rhs], line.order)
+    pieces = DerivedValue(lhs.shape, lhs.dims_with(common), terms)
     hidden = reduced(pieces, [i for i, _ in contracting], "add", line)
     before = classes_of(h for h in terms if h.kind in ("own", *REDUCTIONS))
     for h in hidden:
@@ -444,13 +444,13 @@ def product(
             raise Unproved(
                 "it contracts a dim over the same devices as a sum that is not complete."
             )
-    places = [(left, i) for i, _ in batch]
-    places += [(left, i) for i in free_left]
-    places += [(right, j) for j in free_right]
+    places = [(lhs, i) for i, _ in batch]
+    places += [(lhs, i) for i in free_left]
+    places += [(rhs, j) for j in free_right]
     shape = tuple(value.shape[i] for value, i in places)
     dims = [common[i] for i, _ in batch]
     dims += [value.dims[i] for value, i in places[len(batch) :]]
-    return DerivedValue(shape, tuple(dims), hidden, fill=0 if left.zero or right.zero else None)
+    return DerivedValue(shape, tuple(dims), hidden, fill=0 if lhs.zero or rhs.zero else None)
 
 
 _NONLINEAR = words(

@@ -6,12 +6,14 @@ each device holds. What a value depends on besides its dims is hidden: a sum tha
 yet, a dim of which every device holds one element, or a choice by the number of the device.
 """
 
-import functools
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
+
+from shardopt.hlo._hlo_text import cached
 
 if TYPE_CHECKING:
     from shardopt.hlo.proof._lookup import Range, Rows, Shift
@@ -23,8 +25,8 @@ T = TypeVar("T")
 class _Shared:
     """An array. Equal arrays of a class are one object, so that they compare and hash fast."""
 
-    __slots__ = ("array",)
-    _known: ClassVar[dict[Hashable, Any]] = {}
+    __slots__ = ("__weakref__", "array")
+    _known: ClassVar[WeakValueDictionary[Hashable, Any]] = WeakValueDictionary()
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
@@ -33,9 +35,7 @@ class _Shared:
     def _of(cls, array: np.ndarray) -> Any:
         array = np.ascontiguousarray(array)
         key = (cls, array.tobytes(), array.dtype.str, array.shape)
-        if key not in _Shared._known:
-            _Shared._known[key] = cls(array)
-        return _Shared._known[key]
+        return _Shared._known.setdefault(key, cls(array))
 
 
 class Positions(_Shared):
@@ -211,32 +211,32 @@ def zeros(devices: int) -> Positions:
     return Positions.of(np.zeros(devices, np.int64))
 
 
-@functools.cache
+@cached
 def scaled(at: Positions, factor: int, divisor: int = 1) -> Positions:
     """Return the positions times a factor, divided by a divisor."""
     return Positions.of(at.array * factor // divisor)
 
 
-@functools.cache
+@cached
 def all_multiples(at: Positions, divisor: int) -> bool:
     """Return whether all positions are multiples of a number."""
     return not (at.array % divisor).any()
 
 
-@functools.cache
+@cached
 def partition(at: Positions) -> Positions:
     """Number the classes of devices with equal coordinates by their first device."""
     _, first, inverse = np.unique(at.array, return_index=True, return_inverse=True)
     return Positions.of(first[inverse])
 
 
-@functools.cache
+@cached
 def varies(at: Positions) -> bool:
     """Return whether the devices have different numbers."""
     return bool((at.array != at.array[0]).any())
 
 
-@functools.cache
+@cached
 def joint(*coordinates: Positions) -> Positions:
     """Return the classes of devices that agree in all coordinates."""
     stacked = np.stack([at.array for at in coordinates])
@@ -269,7 +269,7 @@ def is_constant_along(dim: Dim) -> bool:
     return all(factor.size == 0 for factor in dim)
 
 
-@functools.cache
+@cached
 def normal(dim: Dim) -> Dim:
     """Join neighbours: a whole factor belongs to the factor before it."""
     joined: list[Factor] = []
@@ -344,16 +344,16 @@ def _specialised(factor: Factor, devices: int) -> Factor:
 
 def aligned(first: Dim, second: Dim) -> list[tuple[Factor, Factor]]:
     """Cut the factors of two dims of equal local size into pairs of equal local size."""
-    left, right = list(reversed(normal(first))), list(reversed(normal(second)))
+    first_factors, second_factors = list(reversed(normal(first))), list(reversed(normal(second)))
     pairs = []
-    while left and right:
-        a, b = left.pop(), right.pop()
+    while first_factors and second_factors:
+        a, b = first_factors.pop(), second_factors.pop()
         if a.local > b.local and a.local % b.local == 0:
             a, minor = cut(a, b.local)
-            left.append(minor)
+            first_factors.append(minor)
         elif b.local > a.local and b.local % a.local == 0:
             b, minor = cut(b, a.local)
-            right.append(minor)
+            second_factors.append(minor)
         elif a.local != b.local:
             raise Unproved("two dims are made of pieces of different sizes.")
         pairs.append((a, b))
@@ -361,12 +361,10 @@ def aligned(first: Dim, second: Dim) -> list[tuple[Factor, Factor]]:
 
 
 class _MismatchError(Exception):
-    def __init__(self, left: Factor, right: Factor) -> None:
-        super().__init__()
-        self.factors = left, right
+    """Two factors that are different pieces."""
 
 
-@functools.cache
+@cached
 def unified(first: Dim, second: Dim) -> Dim:
     """Return the dim that both values have; raise if they hold different pieces."""
     if first is second or first == second:
@@ -398,7 +396,7 @@ def unify(
             try:
                 common[i] = unified(first.dims[i], second.dims[j])
             except _MismatchError as mismatch:
-                a, b = mismatch.factors
+                a, b = mismatch.args
                 if (revealed := _revealed(first, i, a, b)) is not None:
                     first = revealed
                     continue
@@ -495,11 +493,13 @@ def as_own(hidden: Hidden, order: int) -> Hidden:
     return hidden._replace(kind="own", origin=order)
 
 
-def used(hidden: Iterable[Hidden], order: int, kept: str = "") -> tuple[Hidden, ...]:
+def used(hidden: Iterable[Hidden], order: int, linear: str = "") -> tuple[Hidden, ...]:
     """Return the coordinates after a use that is not linear: terms of a reduction are used on their
-    own. Terms of the reduction `kept` remain.
+    own. Terms of the reduction `linear` remain.
     """
-    return tuple(as_own(h, order) if h.kind in REDUCTIONS and h.kind != kept else h for h in hidden)
+    return tuple(
+        as_own(h, order) if h.kind in REDUCTIONS and h.kind != linear else h for h in hidden
+    )
 
 
 def mixed(values: Sequence[DerivedValue], order: int) -> tuple[Hidden, ...]:
