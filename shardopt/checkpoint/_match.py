@@ -4,7 +4,8 @@ A leaf is matched by what it is (`mu`, `trace`, `count`) and by its parameter. I
 is no evidence: in chain(clip, trace, trace) and chain(trace, trace) another trace is second.
 
 The leaves of one transformation are a record, such as (count, mu, nu) of Adam. A record is filled
-completely or not at all, since `count` corrects the bias of both moments.
+completely or not at all, since `count` corrects the bias of both moments. Only a running maximum
+may start when the others go on.
 """
 
 import itertools
@@ -20,6 +21,9 @@ NewChain = bool | Mapping[str, str | None]
 OPT_STATE = "opt_state"
 _CHAIN_FIELDS = ("optimizer", "value")
 """The fields of `ReplicaStates` and `CompressedOptState` that hold the state of the optax chain."""
+
+_RUNNING_MAXIMA = {"nu_max"}
+"""Moments that may start when others go on: no `count` corrects their bias."""
 
 _Fits = Callable[[LeafPath, LeafPath], bool]
 
@@ -144,7 +148,7 @@ def _filled_records(
     """Return the sources of leaves in the chain, and further leaves that must be equal to them.
 
     A record is filled by a record with the same fields; else by one with more fields; else by one
-    whose type or fields were renamed.
+    without its running maxima; else by one whose type or fields were renamed.
     """
     old_records, new_records = (
         _records(paths, root, params, kind)
@@ -152,7 +156,7 @@ def _filled_records(
     )
     sources: dict[LeafPath, LeafPath] = {}
     equal: dict[LeafPath, list[LeafPath]] = {}
-    for rule in (_equal_fields, _fewer_fields):
+    for rule in (_equal_fields, _fewer_fields, _more_maxima):
         _fill(new_records, old_records, rule, fits, sources, equal)
     _fill_renamed(new_records, old_records, fits, sources, equal)
     return sources, equal
@@ -248,6 +252,14 @@ def _fewer_fields(new: Record, old: Record) -> bool:
     return new.moments.keys() <= old.moments.keys() and new.numbers.keys() <= old.numbers.keys()
 
 
+def _more_maxima(new: Record, old: Record) -> bool:
+    """Return whether only running maxima are new, as from Adam to AMSGrad."""
+    lasting = new.moments.keys() - _RUNNING_MAXIMA
+    return (
+        bool(lasting) and old.moments.keys() == lasting and new.numbers.keys() == old.numbers.keys()
+    )
+
+
 def _fill(
     new_records: list[Record],
     old_records: list[Record],
@@ -284,9 +296,10 @@ def _fits_record(new: Record, old: Record, fits: _Fits) -> bool:
     """Return whether records have parameters in common, and their leaves the same shapes."""
     common = [param for param in new.params if param in old.params]
     pairs = [(path, old.numbers[field]) for field, path in new.numbers.items()]
-    for field, paths in new.moments.items():
-        of_field = old.moments[field]
-        pairs += [(paths[param], of_field[param]) for param in common if param is not None]
+    for field, of_field in old.moments.items():
+        paths = new.moments.get(field)
+        if paths:
+            pairs += [(paths[param], of_field[param]) for param in common if param is not None]
     return bool(common) and all(fits(*pair) for pair in pairs)
 
 
@@ -377,13 +390,10 @@ def _take(
 ) -> None:
     """Fill a record from stored records that hold its parameters."""
     for old in olds:
-        for field, paths in new.moments.items():
+        for field, of_field in old.moments.items():
+            paths = new.moments.get(field, {})
             sources.update(
-                {
-                    path: old.moments[field][param]
-                    for param, path in paths.items()
-                    if param in old.params
-                }
+                {path: of_field[param] for param, path in paths.items() if param in old.params}
             )
     if olds:
         for field, path in new.numbers.items():

@@ -5,13 +5,16 @@ program is compiled, and Python can handle a signal while a process waits for th
 collects the values. If they are equal, its answer is one character.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
+import os
 import sys
 import time
 import zlib
 from collections.abc import Sequence
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -27,6 +30,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1e-4, 5e-3
 _NOTICE_SECONDS = 30.0
 """Seconds until the collecting process names the processes that it waits for."""
 _ALL_EQUAL = "="
+_FAILED = "shardopt/failed/"
+"""The folder of the errors with which processes end."""
 
 
 def processes_of(mesh: Mesh) -> tuple[int, ...]:
@@ -46,7 +51,7 @@ def agree(place: str, value: Any, processes: Sequence[int]) -> list[Any]:
       processes: the processes that take part, from `processes_of`.
 
     Raises:
-      RuntimeError: if a process is at another place.
+      RuntimeError: if a process is at another place, or has ended with an error.
     """
     if len(processes) == 1:
         return [value]
@@ -136,6 +141,8 @@ class Channel:
                     file=sys.stderr,
                     flush=True,
                 )
+            if pause == _LONGEST_PAUSE:
+                self._raise_failures()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -147,12 +154,44 @@ class Channel:
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
+            self._raise_failures()
+
+    def _raise_failures(self) -> None:
+        """Raise the errors with which other processes have ended."""
+        errors = self.client.key_value_dir_get(_FAILED)
+        if errors:
+            problem = "another process has ended with an error, and this one waits for it."
+            listed = [f"process {key.removeprefix(_FAILED)}: {text}" for key, text in errors]
+            raise RuntimeError(error_text(problem, listed))
 
 
 @functools.cache
 def _channel(client: Any, processes: tuple[int, ...]) -> Channel:
+    tell_failure(client)
     number = zlib.crc32(repr(processes).encode())
     return Channel(client, processes, f"shardopt/agree/{number}")
+
+
+@functools.cache
+def tell_failure(client: Any) -> None:
+    """Let the processes that wait for this one know the error that ends it.
+
+    At exit, jax waits for all processes, so that they would wait for each other. `shardopt launch`
+    ends them itself.
+    """
+
+    def hook(
+        error_type: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        if os.getpid() == pid:  # else a fork, whose error is its own
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 has ended
+                text = f"{error_type.__name__}: {error}"
+                client.key_value_set(f"{_FAILED}{jax.process_index()}", text)
+        previous_hook(error_type, error, traceback)
+
+    pid, previous_hook = os.getpid(), sys.excepthook
+    if "SHARDOPT_LAUNCHED" not in os.environ:
+        sys.excepthook = hook
 
 
 def coordination_client() -> Any:

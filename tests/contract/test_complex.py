@@ -124,3 +124,15 @@ def test_complex_numbers_are_trained_as_on_one_device(strategy, loss_fn, view, m
     state, metrics = opt.step(opt.init(PARAMS), BATCH)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     assert relative_difference(parts(state.params), parts(expected)) < 1e-5
+
+
+def test_complex_parameters_descend_after_a_chain_that_conjugates_gradients(mesh_of):
+    def loss(params, batch):
+        return jnp.mean(jnp.abs(batch @ params - (1 + 2j)) ** 2)
+
+    conjugate = optax.stateless(lambda grads, _: jax.tree.map(jnp.conj, grads))
+    opt = STRATEGIES["fsdp"](optax.chain(conjugate, optax.sgd(0.5)), mesh_of(data=8), loss)
+    state = opt.init(np.zeros(8, np.complex64))
+    for _ in range(50):
+        state, _ = opt.step(state, np.eye(8, dtype=np.complex64))
+    np.testing.assert_allclose(state.params, np.full(8, 1 + 2j), atol=1e-2)

@@ -246,6 +246,29 @@ CHAINS = {
         optax.chain(optax.scale_by_lion(), optax.scale(-0.01)),
         lambda old, new: (new[0]._replace(count=old[0].count, mu=old[0].mu), new[1]),
     ),
+    "a running maximum": (
+        ADAM,
+        optax.chain(CLIP, optax.amsgrad(0.05)),
+        lambda old, new: (
+            new[0],
+            (new[1][0]._replace(count=old[0].count, mu=old[0].mu, nu=old[0].nu), new[1][1]),
+        ),
+    ),
+    "no running maximum": (
+        optax.amsgrad(0.05),
+        ADAM,
+        lambda old, new: (new[0]._replace(count=old[0].count, mu=old[0].mu, nu=old[0].nu), new[1]),
+    ),
+    "a masked running maximum": (
+        optax.adamw(SCHEDULE),
+        optax.masked(optax.amsgrad(SCHEDULE), {"up": True, "down": True, "bias": True}),
+        lambda old, new: new._replace(
+            inner_state=(
+                new.inner_state[0]._replace(count=old[0].count, mu=old[0].mu, nu=old[0].nu),
+                old[2],
+            )
+        ),
+    ),
     "a moment that is missing": (
         optax.chain(optax.scale_by_lion(), optax.scale(-0.01)),
         ADAM,
@@ -263,6 +286,7 @@ HARD = (
     "parts",
     "one part",
     "a field renamed",
+    "a running maximum",
     "a part of the moments",
 )
 """The chains of the default tier."""
