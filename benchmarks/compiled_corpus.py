@@ -261,7 +261,7 @@ def _stored(row: Row, platform: str, path: Path) -> list[Path]:
         print(f"compiled_corpus: {row.name} for {platform}: {message[:300]}")
         error = {"row": row.name, "message": message}
         compiling.with_suffix(".error").write_text(json.dumps(error))
-    compiling.unlink()
+    compiling.unlink(missing_ok=True)  # another run may have the same folder
     return files
 
 
