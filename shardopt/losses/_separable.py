@@ -187,9 +187,11 @@ def find_mixing(
     if isinstance(loss_fn, PerRow) and not cut.positions:
         return _find_row_mixing(loss_fn, params, batch, cut, loss_call)
     # an error on the whole batch is an error of the loss itself, so it is not caught
-    whole_jaxpr, results = _trace_loss(loss_call.on_whole_batch(cut.pieces), loss_fn, params, batch)
+    whole_jaxpr, whole_results = _trace_loss(
+        loss_call.on_whole_batch(cut.pieces), loss_fn, params, batch
+    )
     dims = [dim for _, dim in cut.dims_of(leaves)]
-    if loop_mixing := _find_loop_over_rows(whole_jaxpr, results, num_params, dims):
+    if loop_mixing := _find_loop_over_rows(whole_jaxpr, whole_results, num_params, dims):
         # before the loss is traced on a piece, because such losses take long to trace
         return loop_mixing
     piece_batch = treedef.unflatten([_cut(*pair, cut.pieces) for pair in cut.dims_of(leaves)])
@@ -200,6 +202,8 @@ def find_mixing(
         error_line = f"{type(error).__name__}: {error}".splitlines()[0]
         reason = f"a piece is {piece_size}, on which the loss cannot be traced: {error_line}"
         return Mixing("the loss", reason, cause=error)
+    if [result[:2] for result in whole_results] != [result[:2] for result in results]:
+        return Mixing("the loss", "its results are of other kinds on a piece, or in another order.")
     shapes = [
         [var.aval.shape for var in jaxpr.jaxpr.outvars] for jaxpr in (whole_jaxpr, piece_jaxpr)
     ]

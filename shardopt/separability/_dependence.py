@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from shardopt.trace._jaxprs import COLLECTIVES
+from shardopt.trace._jaxprs import COLLECTIVES, CUSTOM
 from shardopt.trace._marks import has_mark
 from shardopt.trace._primitives import library_name
 from shardopt.trace._walk import Equations, Walk, scan_parts, while_parts
@@ -81,7 +81,11 @@ def _results(
     (eqn,) = eqns
     if not any(operands) or uses.end_at(eqn):
         return [{}] * len(eqn.outvars)
-    results = _followed(uses, walk, eqn, operands)
+    if uses.differentiated and library_name(eqn.primitive) in CUSTOM:
+        # a rule may send a gradient past integers, as a straight-through estimator does
+        results = [_union(operands)] * len(eqn.outvars)
+    else:
+        results = _followed(uses, walk, eqn, operands)
     if uses.differentiated:
         has_gradient = [
             jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.inexact) for var in eqn.outvars

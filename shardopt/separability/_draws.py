@@ -143,7 +143,7 @@ def _step(site: EquationPair, relations: Sequence[Relation], key: KeyPath) -> tu
 def _may_be_equal(key: KeyPath, other: KeyPath) -> bool:
     """Return whether two keys may be equal, or one may be made from the other."""
     for step, other_step in zip(key, other, strict=False):
-        if step != other_step:
+        if step != other_step or step == ANY:
             names_differ = step[0] != other_step[0] or step[0] not in DISTINCT
             return names_differ or None in (step[1], other_step[1])
     return True

@@ -359,7 +359,9 @@ def _own_row_place(site: EquationPair, indices: Relation) -> Split | None:
         site.params["dimension_numbers"].scatter_dims_to_operand_dims,
         site.operand_shapes(0),
     )
-    row_dims = [dim for dim in differing_dims(shapes) if dim in index_map]
+    # an update with a dim of rows would write into the next rows too
+    inserted_dims = site.params["dimension_numbers"].inserted_window_dims
+    row_dims = [dim for dim in differing_dims(shapes) if dim in inserted_dims]
     row_indices = (
         _known_row_indices(site, indices, index_map, row_dims[0]) if len(row_dims) == 1 else None
     )

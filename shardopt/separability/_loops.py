@@ -39,6 +39,7 @@ from shardopt.separability._relations import (
 )
 from shardopt.separability._table import checked
 from shardopt.trace._jaxprs import CHECKPOINTS, open_jaxpr
+from shardopt.trace._marks import ROW_MAXIMUM, marks_in
 from shardopt.trace._parts import reached_from
 from shardopt.trace._primitives import library_name
 from shardopt.trace._walk import scan_parts, while_parts
@@ -231,7 +232,10 @@ def _scan_over_rows(
         Same(keys=relation.keys) if isinstance(relation, Same) else Same()
         for relation in resolve_numbers(site, relations)
     ]
-    if not unscaled or not all(map(_equals_piece, proof.relate(site, *bodies, turn_operands))):
+    # a turn has another row on each device, which a collective over row axes would combine
+    one_row = dataclasses.replace(proof, row_axes=frozenset())
+    unscaled &= not (proof.positions and marks_in(body, ROW_MAXIMUM))
+    if not unscaled or not all(map(_equals_piece, one_row.relate(site, *bodies, turn_operands))):
         return [unknown] * site.num_results
     carry_vars = body.invars[num_consts : num_consts + num_carry]
     turn_dependent = reached_from(body, set(carry_vars), every=False)

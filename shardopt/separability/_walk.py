@@ -42,6 +42,7 @@ from shardopt.separability._single_rows import batched_product, omitted_broadcas
 from shardopt.separability._table import apply_rule, checked
 from shardopt.trace._jaxprs import (
     COLLECTIVES,
+    CUSTOM,
     SUMS,
     constants_of,
     open_jaxpr,
@@ -49,8 +50,6 @@ from shardopt.trace._jaxprs import (
 )
 from shardopt.trace._marks import ATTENTION, POSITIONS, ROW_MAXIMUM, has_mark
 from shardopt.trace._parts import abstract_value
-
-CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call"])
 
 
 def relate_jaxprs(
@@ -340,20 +339,21 @@ def _linear_solve(
             or derivatives.implies(site, product, as_split(site, side, start + i))
             for i, (product, side) in enumerate(zip(products, sides, strict=True))
         )
-        if products != solution or not solves:
+        # tangents have the relation of products, where a right side may be known numbers
+        if not solves or not products == solution == follow("solve", products):
             return unknown_results(site, products)
-    if not proof.training or site.params["jaxprs"].transpose_solve is None:
+    has_no_gradient = all(isinstance(relation, Known) for relation in relations)
+    if has_no_gradient or site.params["jaxprs"].transpose_solve is None:
         return solution
+    # a product has the relation of the solution, and jax transposes the tangents of products. It
+    # transposes those of a jvp rule too, so this does not depend on `proof.training`.
     cotangents = [
         derivatives.derivative_relation(site, solved, site.result_shapes(i))
         for i, solved in enumerate(solution)
     ]
     results = follow("transpose_solve", cotangents)
-    for i, side in enumerate(sides):
-        expected = derivatives.derivative_relation(site, side, site.operand_shapes(start + i))
-        has_gradient = not isinstance(right_sides[i], Known)
-        if has_gradient and not derivatives.implies(site, results[i], expected):
-            return unknown_results(site, results, "backward")
+    if not all(derivatives.implies(site, *pair) for pair in zip(results, cotangents, strict=True)):
+        return unknown_results(site, results, "backward")
     return solution
 
 

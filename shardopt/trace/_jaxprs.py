@@ -20,6 +20,9 @@ COLLECTIVES = frozenset(
 SUMS = frozenset(["psum", "psum2", "psum_invariant"])
 """The primitive names of sums over named axes."""
 
+CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call"])
+"""The primitive names of functions with a derivative rule of the user."""
+
 
 def equations(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[JaxprEqn]:
     """Yield all equations in the order of the trace.

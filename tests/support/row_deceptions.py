@@ -346,7 +346,49 @@ def divided(part: Any) -> Any:
     return loss
 
 
+def of_ones(transpose: Any) -> Any:
+    """Return squares of solutions of equations of rows, whose right side is known."""
+
+    def loss(p: Any, b: Any) -> jax.Array:
+        slope = 3 + hidden(p, b)[:, 0]
+        solution = jax.lax.custom_linear_solve(
+            lambda x: slope * x,
+            jnp.ones(rows_of(b)),
+            lambda _, side: side / slope,
+            lambda _, cotangent: transpose(cotangent / slope),
+        )
+        return jnp.mean(solution**2)
+
+    return loss
+
+
+def in_a_jvp_rule(transpose: Any) -> Any:
+    """Return a loss whose jvp rule solves for the tangents."""
+
+    @jax.custom_jvp
+    def same(x: jax.Array) -> jax.Array:
+        return x * 1.0
+
+    @same.defjvp
+    def _tangents(primals: Any, tangents: Any) -> Any:
+        tangent = jax.lax.custom_linear_solve(
+            lambda x: x,
+            tangents[0],
+            lambda _, side: side,
+            lambda _, cotangent: transpose(cotangent),
+        )
+        return primals[0] * 1.0, tangent
+
+    return lambda p, b: jnp.mean(same(errors(p, b)) * b["x"][:, 0])
+
+
 SOLVERS = cases({
+    "ones, transposed plus a mean": of_ones(lambda x: x + jnp.mean(x)),
+    "ones, transposed times the rows": of_ones(lambda x: x * x.shape[0]),
+    "ones, transposed and clipped": of_ones(lambda x: jnp.clip(x, -0.01, 0.01)),
+    "a jvp rule, transposed less a mean": in_a_jvp_rule(lambda x: x - jnp.mean(x)),
+    "a jvp rule, transposed times the rows": in_a_jvp_rule(lambda x: x * x.shape[0]),
+    "a jvp rule, transposed and bounded": in_a_jvp_rule(jnp.tanh),
     "a share of the right side": divided(lambda B: 1 / B),
     "a multiple of the right side": divided(lambda B: 1.0 * B),
     "a share of two rows": divided(lambda B: 2 / B),
@@ -409,15 +451,92 @@ def without_last_row_of_odd(p: Any, b: Any) -> jax.Array:
     return jnp.sum(jax.lax.gather(p["scale"], labels, dims, (1,), mode="clip")) / B
 
 
+def looked_up(dtype: Any) -> Any:
+    """Return entries of rows and labels, whose indices are cast to a narrow dtype."""
+
+    def loss(p: Any, b: Any) -> jax.Array:
+        columns = jax.lax.iota(jnp.int32, rows_of(b)), b["label"].astype(jnp.int32)
+        places = jnp.concatenate([column[:, None] for column in columns], axis=1).astype(dtype)
+        dims = jax.lax.GatherDimensionNumbers((), (0, 1), (0, 1))
+        entries = jax.lax.gather(hidden(p, b), places, dims, (1, 1), mode="clip")
+        return jnp.mean(entries * b["x"][:, 0])
+
+    return loss
+
+
+def at_bound(dtype: Any, bound: float) -> Any:
+    """Return a mean, times a number that is odd where a cast of a share of a bound saturates."""
+
+    def loss(p: Any, b: Any) -> jax.Array:
+        share = jax.lax.full((2,), np.float32(bound * rows_of(b) / 8), jnp.float32)
+        return jnp.mean(errors(p, b)) * (1.0 + jnp.sum(share.astype(dtype) & 1))
+
+    return loss
+
+
 NUMBERS = cases({
+    "rows beyond 8 bits": Case(looked_up(jnp.uint8), rows=512),
+    "rows beyond 8 bits with a sign": Case(looked_up(jnp.int8), rows=256),
+    "rows beyond 16 bits with a sign": Case(looked_up(jnp.int16), rows=2**16),
+    "a float beyond 32 bits with a sign": at_bound(jnp.int32, 2.0**31),
+    "a float beyond 32 bits": at_bound(jnp.uint32, 2.0**32),
+    "a float beyond 64 bits with a sign": at_bound(jnp.int64, 2.0**63),
     "a slice that is short in a piece alone": Case(without_last_row_of_odd, rows=6, pieces=2),
     "a reshape that transposes": numbered(lambda B, p: jax.lax.reshape(
         jax.lax.broadcasted_iota(jnp.float32, (B // 2, 2), 1), (B,), dimensions=(1, 0)
     )),
     "a choice between a number and a share": lambda p, b: jnp.sum(errors(p, b)) * jax.lax.select(
-        p["scale"][0] > -9.0, 1.0 / rows_of(b), 1.0 if rows_of(b) == 8 else 7.0
+        p["scale"][0] > 9.0, 1.0 / rows_of(b), 1.0 if rows_of(b) == 8 else 7.0
     ),
 }, rows=8, pieces=2)  # fmt: skip
+
+
+# --- windows that reach into the next rows, and results in another order -----------------------------
+
+
+def written(scatter: Any, reads: Any = jnp.square, window: int = 2) -> Any:
+    """Return the mean of what each row writes, from its own place on, into several rows."""
+
+    def loss(p: Any, b: Any) -> jax.Array:
+        B = rows_of(b)
+        places = jax.lax.iota(jnp.int32, B)[:, None]
+        updates = jnp.stack([(i + 1) * errors(p, b) for i in range(window)], axis=1)
+        dims = jax.lax.ScatterDimensionNumbers((1,), (), (0,))
+        return jnp.mean(reads(scatter(jnp.full(B, 0.5), places, updates, dims, mode="clip")))
+
+    return loss
+
+
+WINDOWS = cases({
+    "added": written(jax.lax.scatter_add),
+    "added, of three rows": written(jax.lax.scatter_add, window=3),
+    "written": written(jax.lax.scatter, lambda x: x),
+    "written, of three rows": written(jax.lax.scatter, jnp.sin, window=3),
+})  # fmt: skip
+
+
+def by_size(whole: Any, piece: Any) -> Any:
+    """Return a loss with other results on 8 rows than on fewer."""
+
+    def loss(p: Any, b: Any) -> Any:
+        means = jnp.mean(errors(p, b)), jnp.mean(b["x"] ** 2), jnp.mean(b["y"] ** 2)
+        return (whole if rows_of(b) == 8 else piece)(*means)
+
+    return loss
+
+
+ORDERS = cases({
+    "metrics in another order": by_size(
+        lambda e, x, y: (e, {"x": x, "y": y}), lambda e, x, y: (e, {"y": x, "x": y})
+    ),
+    "three metrics, turned": by_size(
+        lambda e, x, y: (e, {"e": e, "x": x, "y": y}), lambda e, x, y: (e, {"y": e, "e": x, "x": y})
+    ),
+    "quotients in another order": by_size(
+        lambda e, x, y: (e, {"x": so.losses.Weighted(x, e), "y": so.losses.Weighted(y, e)}),
+        lambda e, x, y: (e, {"y": so.losses.Weighted(x, e), "x": so.losses.Weighted(y, e)}),
+    ),
+})  # fmt: skip
 
 DECEPTIONS = {
     "lengths of loops": LOOPS,
@@ -432,4 +551,6 @@ DECEPTIONS = {
     "ties": TIES,
     "signs of zeros": SIGNS,
     "numbers of the trace": NUMBERS,
+    "windows of scatters": WINDOWS,
+    "orders of results": ORDERS,
 }

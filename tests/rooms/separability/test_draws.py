@@ -86,6 +86,25 @@ SHARED = {
 }  # fmt: skip
 
 
+def carried(used, made):
+    """Return a loss of a scan that carries a key: numbers of a turn meet those of the turn before.
+
+    A turn draws from `used` of its key, and from `used` of `made` of its key, which the next turn has.
+    """
+
+    def loss(p, b, rng):
+        def turn(carry, _):
+            key, before, total = carry
+            now = uniform(used(key), (rows(b),))
+            after = uniform(used(made(key)), (rows(b), 2))[:, 0]
+            return (made(key), after, total + before * now), None
+
+        zeros = jnp.zeros(rows(b))
+        return jnp.mean(jax.lax.scan(turn, (rng, zeros, zeros), length=3)[0][2])
+
+    return loss
+
+
 def twice(made):
     """Return a loss that draws from a key for each row, and from what `made` makes of it."""
     return lambda p, b, rng: jnp.mean(uniform(rng, (rows(b),)) * uniform(made(rng)))
@@ -121,6 +140,14 @@ REUSED = {
     "a key that a scan makes": lambda p, b, rng: jnp.mean(
         uniform(jax.random.split(rng)[0], (rows(b),))
         * jax.lax.scan(lambda k, _: (jax.random.split(k)[0], uniform(k)), rng, length=3)[1][1]
+    ),
+    "turns that fold numbers in": carried(
+        lambda k: jax.random.fold_in(k, 1), lambda k: jax.random.fold_in(k, 2)
+    ),
+    "turns that split": carried(lambda k: jax.random.split(k)[0], lambda k: jax.random.split(k)[1]),
+    "turns that split in three": carried(
+        lambda k: jax.random.fold_in(jax.random.split(k, 3)[2], 5),
+        lambda k: jax.random.split(k, 3)[1],
     ),
     "bits that are wrapped again": twice(
         lambda k: jax.random.wrap_key_data(jax.random.key_data(k))

@@ -58,6 +58,33 @@ OF_ALL_ROWS = {
 }
 
 
+COMBINED = {
+    "the largest": lambda x: jax.lax.pmax(x, "data"),
+    "the smallest": lambda x: jnp.sin(jax.lax.pmin(x, "data")),
+    "the largest in a call": jax.jit(lambda x: x - jax.lax.pmax(jax.lax.stop_gradient(x), "data")),
+}
+
+
+@pytest.mark.parametrize("row", tiered(COMBINED, lambda row: row == "the largest"))
+def test_a_loop_over_rows_that_combines_devices_is_refused(row, mesh_of):
+    def loss_fn(p, b):
+        def of_row(x):
+            return COMBINED[row](jax.lax.stop_gradient(x)) * jnp.sum(p["w"])
+
+        return jnp.mean(jax.lax.map(of_row, b["y"]))
+
+    tx = optax.sgd(1.0)
+    losses = []
+    for size in (1, 2):
+        opt = so.ddp(tx, mesh_of(data=size), loss_fn, view="unproved")
+        losses.append(float(opt.step(opt.init(PARAMS), BATCH)[1]["loss"]))
+    # or the row shows nothing
+    assert abs(losses[0] - losses[1]) > 1e-3 * abs(losses[0])
+    opt = so.ddp(tx, mesh_of(data=2), loss_fn, view="per_device")
+    with pytest.raises(so.errors.NotSeparableError):
+        opt.step(opt.init(PARAMS), BATCH)
+
+
 @pytest.mark.parametrize("row", tiered(OF_ALL_ROWS, lambda row: row in list(OF_ALL_ROWS)[::3]))
 def test_slices_of_all_rows_are_refused(row, mesh_of):
     loss_fn, mesh = OF_ALL_ROWS[row], mesh_of(data=2)
@@ -73,7 +100,30 @@ def test_slices_of_all_rows_are_refused(row, mesh_of):
         opt.step.lower(*abstract((state, BATCH)))
 
 
+@jax.custom_vjp
+def is_positive(x):
+    return (x > 0) * 1.0
+
+
+is_positive.defvjp(lambda x: (is_positive(x), None), lambda _, cotangent: (cotangent,))
+
+
+@jax.custom_jvp
+def rounded(x):
+    return jnp.round(x).astype(int).astype(x.dtype)
+
+
+@rounded.defjvp
+def _rounded_tangents(primals, tangents):
+    return rounded(*primals), tangents[0]
+
+
 WEIGHTS = {
+    "a straight-through step": lambda p, b: 0.1 + is_positive(outputs(p, b)),
+    "a straight-through integer": lambda p, b: 4 + rounded(outputs(p, b)),
+    "a straight-through step in a loop over rows": lambda p, b: (
+        0.1 + jax.lax.map(jax.jit(is_positive), outputs(p, b))
+    ),
     "a sigmoid": lambda p, b: jax.nn.sigmoid(b["x"] @ p["w"]),
     "a softplus of another row": lambda p, b: jax.nn.softplus(b["x"][:, ::-1] @ p["w"]),
     "a square of the parameters": lambda p, b: jnp.full(own(b), jnp.sum(p["w"] ** 2)),
