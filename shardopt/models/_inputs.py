@@ -10,11 +10,13 @@ from jaxtyping import Array, Float, Int
 
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree, Weighted
-from shardopt.nn._cross_entropy import IGNORED
+from shardopt.nn._ids import IGNORED, as_int32
 
 Params = dict[str, PyTree]
 Batch = PyTree  # a dict of arrays; `read_inputs` refuses others
 Tokens = Int[Array | np.ndarray, "B T"]
+_OPTIONAL = "targets", "weights", "segment_ids", "positions", "order"
+"""The leaves of a batch beside the tokens."""
 
 
 def check_ids(caller: str, batch: PyTree, vocab_size: int, num_positions: int = 0) -> None:
@@ -88,8 +90,8 @@ def read_inputs(caller: str, batch: PyTree) -> Inputs:
     Raises:
       TypeError: if it is not a dict with tokens, or a leaf other than the weights does not hold
         integers.
-      ValueError: if tokens have another shape, or another leaf does not have the shape of the
-        inputs.
+      ValueError: if the batch has a leaf of another name, tokens have another shape, or another
+        leaf does not have the shape of the inputs.
     """
     expected = (
         f"{caller}: a batch is a dict with integer tokens [B, T + 1], or tokens and targets [B, T],"
@@ -100,14 +102,21 @@ def read_inputs(caller: str, batch: PyTree) -> Inputs:
             f"a dict with {sorted(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
         )
         raise TypeError(f"{expected}; got {actual}.")
+    if unread := sorted(str(name) for name in set(batch) - {"tokens", *_OPTIONAL}):
+        problem = "the model does not read all leaves of the batch."
+        fix = (
+            f"leave them out, or use what it reads: {', '.join(_OPTIONAL)}. A mask of tokens is"
+            " weights of 0 and 1. Labels are targets, shifted by one: the target of a token is the"
+            " next one."
+        )
+        raise ValueError(format_error(caller, problem, unread, fix))
     tokens, has_targets = batch["tokens"], "targets" in batch
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"{expected}; got tokens of {tokens.dtype}.")
     if tokens.ndim != 2 or tokens.shape[1] < 2 - has_targets:
         raise ValueError(f"{expected}; got tokens of shape {tokens.shape}.")
     shape = tokens.shape[0], tokens.shape[1] - (not has_targets)
-    names = "targets", "weights", "segment_ids", "positions", "order"
-    leaves = {name: batch[name] for name in names if name in batch}
+    leaves = {name: batch[name] for name in _OPTIONAL if name in batch}
     if bad_leaves := [
         f"{name}: shape {leaf.shape}" for name, leaf in leaves.items() if leaf.shape != shape
     ]:
@@ -125,7 +134,7 @@ def read_inputs(caller: str, batch: PyTree) -> Inputs:
         raise TypeError(
             format_error(caller, "a leaf of the batch does not hold integers.", bad_leaves)
         )
-    tokens, integers = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), (tokens, integers))
+    tokens, integers = jax.tree.map(as_int32, (tokens, integers))
     weights = leaves.get("weights")
     if has_targets:
         targets = integers["targets"]

@@ -97,8 +97,8 @@ def attention(
 
     Raises:
       TypeError: if positions or segment ids are not integers.
-      ValueError: if shapes do not fit: H is no multiple of G, V is above K, or sinks or positions
-        have another shape.
+      ValueError: if shapes do not fit: H is no multiple of G, V is above K, or sinks, positions
+        or segment ids have another shape.
       ValueError: if the mesh does not fit: a tensor axis does not divide G, or for "all_to_all" G
         (of one tensor shard) and C have no common divisor.
       ValueError: if an option is out of range or unknown, or does not go with another: `window`
@@ -181,8 +181,8 @@ def attention(
             implementation, "splash", "cudnn", problem=problem, fix="give rows in natural order"
         )
     scale = None if scale is None else float(scale)  # one of numpy would widen the queries
-    if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-        raise TypeError(f"attention: segment_ids must be integers, got {segment_ids.dtype}.")
+    if segment_ids is not None:
+        _check_segments(segment_ids, query)
     rule, marks = (
         MaskRule(causal, window, softcap, scale),
         Marks(_as_rows(positions, query), segment_ids),
@@ -370,6 +370,15 @@ def _refuse_kernel(
     if implementation in names:
         fix = f"leave implementation out, or {fix}."
         raise ValueError(format_error("attention", f"{implementation} {problem}.", fix=fix))
+
+
+def _check_segments(segment_ids: Array, query: Array) -> None:
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise TypeError(f"attention: segment_ids must be integers, got {segment_ids.dtype}.")
+    if segment_ids.shape != query.shape[:2]:
+        problem = f"segment_ids have shape {segment_ids.shape}, for queries {query.shape}."
+        fix = "give the segment of each position, [B, T]."
+        raise ValueError(format_error("attention", problem, fix=fix))
 
 
 def _as_rows(positions: Array | None, query: Array) -> Array | None:

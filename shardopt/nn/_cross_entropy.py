@@ -10,13 +10,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling
+from shardopt.core._errors import calling, format_error
 from shardopt.core._types import wide_dtype
 from shardopt.kernels._flash import capped
 from shardopt.mesh import is_analysed
-
-IGNORED = -100
-"""The target without a loss, of torch and transformers."""
+from shardopt.nn._ids import IGNORED, as_int32
 
 
 def cross_entropy(
@@ -45,8 +43,8 @@ def cross_entropy(
       gradient of NaN, for any other target that is not in 0, ..., V - 1.
 
     Raises:
-      TypeError: if chunk is not an integer.
-      ValueError: if chunk is below 1.
+      TypeError: if chunk or the targets are not integers.
+      ValueError: if chunk is below 1, or the targets do not have the shape [B, T] of x.
 
     Example:
       >>> import jax.numpy as jnp
@@ -73,6 +71,13 @@ def cross_entropy(
     if chunk is not None:
         with calling("cross_entropy"):
             check_count("chunk", chunk, minimum=1)
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise TypeError(f"cross_entropy: targets must be integers, got {targets.dtype}.")
+    if targets.shape != x.shape[:-1]:
+        problem = f"targets have shape {targets.shape}, for x of shape {x.shape}."
+        fix = "give x as [B, T, D], and a target for each of its positions."
+        raise ValueError(format_error("cross_entropy", problem, fix=fix))
+    targets = as_int32(targets)
     T = x.shape[1]
     if chunk is None or chunk >= T or is_analysed():
         return _nats(x, head, targets, logits_dtype, softcap)

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
@@ -27,6 +28,7 @@ from shardopt.collectives._column_table import ColumnTable
 from shardopt.core._types import wide_dtype
 from shardopt.kernels._devices import is_local
 from shardopt.mesh import device_kind, is_analysed, mesh_under_trace, spec_axes
+from shardopt.nn._ids import as_int32
 from shardopt.trace._marks import LOOKED_UP
 
 _TILE = 128
@@ -72,12 +74,12 @@ def embedding(
     So it exchanges rows if R is below about V. If tensor shards V, the partitioner decides how the
     look-up communicates over tensor.
     """
-    ids = jnp.asarray(ids)
+    ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"embedding: ids must be integers, got {ids.dtype}.")
-    if jnp.issubdtype(ids.dtype, jnp.signedinteger):
-        # jnp.take counts negative ids from the end
-        ids = jnp.where(ids < 0, jnp.iinfo(ids.dtype).max, ids)
+    ids = as_int32(ids)
+    # jnp.take counts negative ids from the end
+    ids = jnp.where(ids < 0, jnp.iinfo(ids.dtype).max, ids)
     if not isinstance(table, ColumnTable):
         return checkpoint_name(_look_up(table, ids), LOOKED_UP)
     if sent_by_exchange(table, ids) < sent_by_gather(table):

@@ -40,6 +40,7 @@ from shardopt.step import _opt_state as opt_state
 from shardopt.step import _programs as programs
 from shardopt.step import _step as step
 from shardopt.step import _update as update
+from shardopt.step._repeats import Repeats
 
 R = so.reducers
 TX = optax.adamw(1e-2)
@@ -186,14 +187,13 @@ def the_parameters_before_the_update_are_gathered(patch):
 
 
 def the_first_batch_is_kept(patch):
-    kept = []
-    place = inputs.place_batch
+    batches, take = [], Repeats.take
 
-    def first(config, batch, **how):
-        kept.append(place(config, batch, **how))
-        return kept[0]
+    def take_with_first(self, state, batch):
+        batches.append(batch)
+        return take(self, state, batches[0])
 
-    break_function(patch, inputs.place_batch, first, callers=[build])
+    patch.setattr(Repeats, "take", take_with_first)
 
 
 def the_last_micro_batch_alone(patch):

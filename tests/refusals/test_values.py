@@ -167,7 +167,7 @@ def test_ids_that_a_model_does_not_have_are_refused_in_numpy(name, leaf, value, 
     with pytest.raises(ValueError, match="ids of the batch") as error:
         getattr(opt, call)(state, batch)
     assert str(error.value) == (
-        f"{name}: ids of the batch are not those of the model.\n  {line}\nFix: use the tokenizer of"
+        f"decoder: ids of the batch are not those of the model.\n  {line}\nFix: use the tokenizer of"
         " this model, and -100 for targets that are to be ignored."
     )
 
@@ -254,3 +254,46 @@ def test_attention_refuses_places_that_are_not_integers(name):
     x = X.reshape(1, 6, 1, 8)
     with pytest.raises(TypeError, match=f"attention: {name} must be integers"):
         so.nn.attention(x, x, x, **{name: jnp.ones((1, 6))})
+
+
+@pytest.mark.parametrize("leaf", ["attention_mask", "labels", "mask", "token_type_ids"])
+@pytest.mark.parametrize("call", tiered(["step", "evaluate"], lambda call: call == "step"))
+def test_leaves_that_a_model_does_not_read_are_refused(leaf, call):
+    module, config = CONFIGS["decoder"]
+    opt = so.fsdp(optax.sgd(0.1), so.make_mesh(), module.model(config))
+    state = opt.init(module.init(config, jax.random.key(0)))
+    tokens = np.concatenate([TOKENS, TOKENS])
+    message = rf"^decoder: the model does not read all leaves of the batch\.\n  {leaf}\nFix: "
+    with pytest.raises(ValueError, match=message):
+        getattr(opt, call)(state, {"tokens": tokens, leaf: np.ones_like(tokens)})
+
+
+WRAPPED = [np.uint32(2**32 - 100), np.int64(2**32 - 100), np.uint64(2**64 - 100), np.int64(2**32)]
+
+
+@pytest.mark.parametrize("target", WRAPPED)
+@pytest.mark.parametrize("options", tiered(FORMS, lambda form: form == {}))
+def test_a_target_that_would_wrap_to_an_id_or_to_minus_100_is_nan(target, options):
+    targets = np.full((1, 6), target)
+    assert np.isnan(so.nn.cross_entropy(X, HEAD, targets, **options)).all()
+
+
+@pytest.mark.parametrize("number", [np.uint32(2**32 - 1), np.int64(2**32 + 1), np.int64(-(2**32))])
+def test_an_id_that_would_wrap_into_a_table_is_nan(number):
+    assert np.isnan(so.nn.embedding(HEAD, np.array([number]))).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, bool, np.complex64])
+def test_cross_entropy_refuses_targets_that_are_not_integers(dtype):
+    with pytest.raises(TypeError, match=r"^cross_entropy: targets must be integers, got "):
+        so.nn.cross_entropy(X, HEAD, np.ones((1, 6), dtype))
+
+
+@pytest.mark.parametrize("shape", [(6,), (1, 5), (6, 1), (1, 6, 1)])
+def test_values_of_another_shape_than_their_positions_are_refused(shape):
+    ids = np.ones(shape, np.int32)
+    with pytest.raises(ValueError, match=r"^cross_entropy: targets have shape .*\nFix: "):
+        so.nn.cross_entropy(X, HEAD, ids)
+    query = jnp.ones((1, 6, 2, 4))
+    with pytest.raises(ValueError, match=r"^attention: segment_ids have shape .*\nFix: "):
+        so.nn.attention(query, query, query, segment_ids=ids)

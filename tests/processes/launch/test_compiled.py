@@ -63,12 +63,13 @@ def test_all_processes_find_a_program_that_an_earlier_attempt_has_compiled(tmp_p
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
     }
     environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    found = []
+    outputs = []
     for attempt in ("a", "b"):
         command = [sys.executable, "-m", "shardopt.cli", "launch", "--processes", "2"]
         command += ["--log-dir", str(tmp_path / attempt), "--", str(script)]
         subprocess.run(command, env=environment, check=True, timeout=200)
         logs = [(tmp_path / attempt / f"process-{rank}.log").read_text() for rank in (0, 1)]
-        found.append([re.findall(r"process .*", log) for log in logs])
-    assert found[0] == [[f"process {rank}: 1.0, 0 found"] for rank in (0, 1)]
-    assert found[1] == [[f"process {rank}: 1.0, 1 found"] for rank in (0, 1)]
+        outputs.append([re.findall(r"process .*", log) for log in logs])
+    # a process that compiles later may find what the other one has stored
+    assert any(lines[0].endswith("1.0, 0 found") for lines in outputs[0])
+    assert outputs[1] == [[f"process {rank}: 1.0, 1 found"] for rank in (0, 1)]
