@@ -74,10 +74,10 @@ def embedding(
     So it exchanges rows if R is below about V. If tensor shards V, the partitioner decides how the
     look-up communicates over tensor.
     """
-    ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"embedding: ids must be integers, got {ids.dtype}.")
-    ids = as_int32(ids)
+    id_array = ids if isinstance(ids, jax.Array) else np.asarray(ids)
+    if not jnp.issubdtype(id_array.dtype, jnp.integer):
+        raise TypeError(f"embedding: ids must be integers, got {id_array.dtype}.")
+    ids = as_int32(id_array)
     # jnp.take counts negative ids from the end
     ids = jnp.where(ids < 0, jnp.iinfo(ids.dtype).max, ids)
     if not isinstance(table, ColumnTable):

@@ -134,7 +134,7 @@ NEEDS_LOSS = ("sophia", "hutchinson_estimator_diag_hessian")
 
 
 def transformations():
-    found = {}
+    functions = {}
     for module in (optax, optax.contrib):
         for name in sorted(dir(module)):
             function = getattr(module, name)
@@ -147,8 +147,8 @@ def transformations():
             is_function = inspect.isfunction(function) and name not in OTHERS
             has_no_annotation = is_function and "return" not in function.__annotations__
             if "GradientTransformation" in returned or has_no_annotation:
-                found.setdefault(name, function)
-    return found
+                functions.setdefault(name, function)
+    return functions
 
 
 ALL = transformations()

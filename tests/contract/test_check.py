@@ -253,7 +253,9 @@ def zeros_as_parameters_of_the_update(patch):
 
 def the_loss_of_the_update_is_zero(patch):
     once = transformation.ExtraArgs
-    break_function(patch, once, lambda value, *others: once(value * 0, *others), callers=[update])
+    break_function(
+        patch, once, lambda value, *arguments: once(value * 0, *arguments), callers=[update]
+    )
 
 
 def the_state_begins_at_ones(patch):

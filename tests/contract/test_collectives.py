@@ -62,16 +62,16 @@ def stated_table(strategy, opt, micro_batches, axes=("replica", "data")):
     sizes = opt.config.mesh_shape
     data = sizes["data"]
     split = {"blocks": 0, "outer": 0}
-    whole = 0
+    replicated_bytes = 0
     for row in opt.config.report(abstract_params()).rows:
-        here = row.bytes_total // (sizes["tensor"] if "tensor" in tuple(row.opt_state) else 1)
+        leaf_bytes = row.bytes_total // (sizes["tensor"] if "tensor" in tuple(row.opt_state) else 1)
         if strategy != "ddp" and "data" in tuple(row.opt_state):
-            split["blocks" if row.path.startswith("blocks") else "outer"] += here
+            split["blocks" if row.path.startswith("blocks") else "outer"] += leaf_bytes
         else:
-            whole += here
+            replicated_bytes += leaf_bytes
     both, looped = sum(split.values()), micro_batches > 1
     axes = tuple(axis for axis in axes if axis in sizes)
-    table = [Expected("all-reduce", axes, whole, in_loop=False)]
+    table = [Expected("all-reduce", axes, replicated_bytes, in_loop=False)]
     if strategy == "ddp":
         return table
     if "replica" in sizes:
@@ -117,7 +117,7 @@ def test_the_compiled_step_sends_what_the_table_says(strategy, sizes, micro_batc
         tx, mesh_of(**sizes), MODEL, micro_batches=micro_batches, rules=rules
     )
     state = opt.abstract_state(abstract_params())
-    found = audit(opt.step, state, jax.ShapeDtypeStruct((ROWS, 16), jnp.float32))
+    report = audit(opt.step, state, jax.ShapeDtypeStruct((ROWS, 16), jnp.float32))
 
     table = stated_table(strategy, opt, micro_batches)
     if "tensor" in sizes:
@@ -132,12 +132,12 @@ def test_the_compiled_step_sends_what_the_table_says(strategy, sizes, micro_batc
                 2 * LAYERS * micro_batches,
             )
         )
-    found.check([row for row in table if row.bytes], min_bytes=SCALARS, rtol=0.01)
+    report.check([row for row in table if row.bytes], min_bytes=SCALARS, rtol=0.01)
     if strategy in ("ddp", "zero1"):
         for axis in ("data", "replica"):
-            assert not found.of(axis=axis, in_loop=True).collectives
+            assert not report.of(axis=axis, in_loop=True).collectives
     if math.prod(sizes.values()) == 1:
-        assert not found.collectives
+        assert not report.collectives
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_wire_bytes_are_those_of_algorithms_md(strategy, mesh_of):
     percent).
     """
     opt = STRATEGIES[strategy](optax.adamw(1e-3), mesh_of(data=8), MODEL)
-    found = audit(
+    report = audit(
         opt.step,
         opt.abstract_state(abstract_params()),
         jax.ShapeDtypeStruct((ROWS, 16), jnp.float32),
@@ -158,7 +158,7 @@ def test_wire_bytes_are_those_of_algorithms_md(strategy, mesh_of):
     psi = sum(leaf.size * 4 for leaf in leaves)
     outer = sum(leaf.size * 4 for name, leaf in abstract_params().items() if name != "blocks")
     times = {"ddp": 2 * psi, "zero1": 2 * psi, "zero2": 2 * psi, "fsdp": 3 * psi - outer}[strategy]
-    np.testing.assert_allclose(found.total_wire_bytes, 7 / 8 * times, rtol=0.01)
+    np.testing.assert_allclose(report.total_wire_bytes, 7 / 8 * times, rtol=0.01)
 
 
 def test_gathers_in_half_precision_send_half(mesh_of):
@@ -181,17 +181,19 @@ def test_gpt_on_data_and_tensor_moves_no_weight_over_tensor(strategy, mesh_of):
         optax.adamw(1e-3), mesh_of(data=4, tensor=2), gpt.model(config), rules=gpt.rules
     )
     state = opt.abstract_state(jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0)))
-    found = audit(opt.step, state, {"tokens": jax.ShapeDtypeStruct((16, 33), jnp.int32)})
-    tensor = found.of(axis="tensor")
+    report = audit(opt.step, state, {"tokens": jax.ShapeDtypeStruct((16, 33), jnp.int32)})
+    tensor = report.of(axis="tensor")
     assert set(tensor.by_axis()) == {("tensor",)}
     activation = 16 // 4 * 32 * 64 * 4
     blocks = tensor.of(in_loop=True)
     assert blocks.total.bytes == 4 * 3 * activation
-    assert {one.kind for one in blocks.collectives} == {"all-reduce"}
+    assert {collective.kind for collective in blocks.collectives} == {"all-reduce"}
     weights = opt.config.report().rows[-1].bytes_total
-    assert not [one for one in tensor.of(kind="all-gather").collectives if one.bytes >= weights], (
-        str(tensor)
-    )
+    assert not [
+        collective
+        for collective in tensor.of(kind="all-gather").collectives
+        if collective.bytes >= weights
+    ], str(tensor)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
@@ -209,13 +211,15 @@ def test_a_loss_without_blocks_gathers_and_scatters_every_split_leaf(strategy, m
         ) + jnp.mean(jnp.tanh(batch[:, :5] @ params["odd"]))
 
     opt = STRATEGIES[strategy](optax.adamw(1e-3), mesh_of(data=8), loss_fn)
-    found = audit(opt.step, opt.abstract_state(params), jax.ShapeDtypeStruct((16, 16), jnp.float32))
+    report = audit(
+        opt.step, opt.abstract_state(params), jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    )
     psi = 4 * (16 * 64 + 64 * 64 + 64 * 24)
-    gathered = found.of(kind="all-gather").total.bytes
+    gathered = report.of(kind="all-gather").total.bytes
     # in the backward pass again, but for the first layer's weight; XLA:CPU of jax 0.10 merges the
     # two gathers
     assert gathered in ([psi, 2 * psi - 4 * 16 * 64] if strategy == "fsdp" else [psi])
-    found.check(
+    report.check(
         [
             Expected("reduce-scatter", "data", psi),
             Expected("all-gather", "data", gathered),

@@ -50,8 +50,8 @@ def batches(steps=3):
 
 
 def errors(params, batch):
-    found = jnp.tanh(batch["x"] @ params["w"]) @ params["v"] + params["bias"].sum()
-    return batch["scale"][:, None] * (found - batch["y"]) ** 2
+    predictions = jnp.tanh(batch["x"] @ params["w"]) @ params["v"] + params["bias"].sum()
+    return batch["scale"][:, None] * (predictions - batch["y"]) ** 2
 
 
 def plain(params, batch):
@@ -70,13 +70,13 @@ def weighted(params, batch):
 
 def on_one_device(loss):
     def reference(params, batch):
-        found = loss(params, batch)
-        found = (
-            found[0]
-            if isinstance(found, tuple) and not isinstance(found, so.losses.Weighted)
-            else found
+        value = loss(params, batch)
+        value = (
+            value[0]
+            if isinstance(value, tuple) and not isinstance(value, so.losses.Weighted)
+            else value
         )
-        return found.total / found.weight if isinstance(found, so.losses.Weighted) else found
+        return value.total / value.weight if isinstance(value, so.losses.Weighted) else value
 
     return reference
 
@@ -110,18 +110,20 @@ def row_id(row):
 def test_equals_one_device_on_the_union_batch(name, mesh, loss, options, mesh_of, x64):
     opt = STRATEGIES[name](TX, mesh_of(**mesh), loss, **options)
     expected, final = train(TX, on_one_device(loss), params(), batches())
-    state, found = opt.init(params()), []
+    state, losses_and_norms = opt.init(params()), []
     for batch in batches():
         state, metrics = opt.step(state, batch)
-        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        losses_and_norms.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     assert relative_difference(state.params, final) <= 1e-10
-    np.testing.assert_allclose(found, expected, rtol=1e-10)
+    np.testing.assert_allclose(losses_and_norms, expected, rtol=1e-10)
     if loss is weighted:
         last = batches()[-1]
         assert int(metrics["masked"]) == int((last["mask"] == 0).sum())
-    some = jax.tree.map(lambda x: x[:5], batches()[0])  # rows that the devices do not divide
-    evaluated = so.training.evaluation(opt, [some])(state)
-    np.testing.assert_allclose(evaluated["val_loss"], on_one_device(loss)(final, some), rtol=1e-10)
+    short_batch = jax.tree.map(lambda x: x[:5], batches()[0])  # rows that the devices do not divide
+    evaluated = so.training.evaluation(opt, [short_batch])(state)
+    np.testing.assert_allclose(
+        evaluated["val_loss"], on_one_device(loss)(final, short_batch), rtol=1e-10
+    )
 
 
 def test_placements_shard_over_data_and_context_together(mesh_of):
@@ -156,7 +158,13 @@ def test_gradients_cross_the_wire_once(mesh_of):
     for mesh in (mesh_of(data=2, context=2), mesh_of(data=4)):
         opt = so.fsdp(TX, mesh, plain, min_shard_elements=8)
         report = so.hlo.audit(opt.step, opt.abstract_state(abstract), shapes)
-        sent.append({(one.kind, one.bytes) for one in report.collectives if one.bytes > 64})
+        sent.append(
+            {
+                (collective.kind, collective.bytes)
+                for collective in report.collectives
+                if collective.bytes > 64
+            }
+        )
     assert sent[0] == sent[1]
     assert any(kind == "reduce-scatter" for kind, _ in sent[0])
 
@@ -185,7 +193,8 @@ def test_batch_dims_say_where_positions_are(mesh_of, x64):
         )
 
     turned = [
-        one | {"x": one["x"].swapaxes(1, 2), "table": np.ones((ROWS, 5))} for one in batches()
+        inputs | {"x": inputs["x"].swapaxes(1, 2), "table": np.ones((ROWS, 5))}
+        for inputs in batches()
     ]
     opt = so.ddp(
         TX, mesh_of(data=2, context=4), loss, batch_dims=[("^x$", (0, 2)), ("^table$", (0, None))]
@@ -308,14 +317,14 @@ def test_attention_over_what_is_not_split_is_refused(mesh_of):
         heads = (batch["whole"] @ params["w"])[:, :, None]
         return errors(params, batch).mean() + (so.nn.attention(heads, heads, heads) ** 2).mean()
 
-    whole = batches()[0] | {"whole": batches()[0]["x"]}
+    whole_batch = batches()[0] | {"whole": batches()[0]["x"]}
     opt = so.ddp(
         TX, mesh_of(data=2, context=2), loss, view="per_device", batch_dims=[("^whole$", (0, None))]
     )
     with pytest.raises(
         so.errors.NotSeparableError, match=r"not shown to be a .* mean over positions"
     ):
-        opt.step(opt.init(params()), whole)
+        opt.step(opt.init(params()), whole_batch)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +378,7 @@ def test_tables_are_exchanged_over_data_and_context(mesh_of, x64):
     )
     draw = np.random.default_rng(2)
     start = {"blocks": {"w": draw.normal(size=(2, 8, 8))}, "table": draw.normal(size=(512, 8))}
-    ids = [one | {"ids": draw.integers(0, 512, size=(ROWS, LENGTH))} for one in batches()]
+    ids = [inputs | {"ids": draw.integers(0, 512, size=(ROWS, LENGTH))} for inputs in batches()]
     opt = so.fsdp(TX, mesh_of(data=2, context=2), model, min_shard_elements=8)
     assert opt.specs(start).params["table"] == P(None, ("data", "context"))
     _, final = train(TX, model.loss_fn, start, ids)
@@ -384,10 +393,10 @@ def test_tables_are_exchanged_over_data_and_context(mesh_of, x64):
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", ["not summed", "first positions on every device"])
 def test_mutations_go_red(broken, mesh_of, x64, monkeypatch):
-    found, place = config.axes_of, build.place_batch
+    axes_of, place = config.axes_of, build.place_batch
 
-    def without_context(*args, **more):
-        axes = found(*args, **more)
+    def without_context(*args, **keywords):
+        axes = axes_of(*args, **keywords)
         return axes._replace(summed=tuple(axis for axis in axes.summed if axis != "context"))
 
     def first_positions(config, batch):

@@ -87,12 +87,12 @@ def test_equals_one_device_on_the_union_batch(row, mesh_of, x64):
     else:
         opt = STRATEGIES[row["strategy"]](TX, mesh, model, view=row["view"], **options)
     expected, final = train(TX, case.reference, case.params, case.batches)
-    state, found = opt.init(case.params), []
+    state, losses_and_norms = opt.init(case.params), []
     for batch in case.batches:
         state, metrics = opt.step(state, batch)
-        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        losses_and_norms.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     assert relative_difference(state.params, final) <= 1e-10
-    np.testing.assert_allclose(found, expected, rtol=1e-10)
+    np.testing.assert_allclose(losses_and_norms, expected, rtol=1e-10)
 
 
 def test_the_rows_cover_every_pair_that_is_allowed():

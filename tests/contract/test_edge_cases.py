@@ -202,9 +202,9 @@ def test_a_kernel_that_wants_every_axis_manual_has_a_way(mesh_of):
         )
 
     def loss_fn(params, batch):
-        whole = jax.sharding.PartitionSpec()
+        spec = jax.sharding.PartitionSpec()
         double = jax.shard_map(
-            host_double, in_specs=whole, out_specs=whole, axis_names={"tensor"}, check_vma=False
+            host_double, in_specs=spec, out_specs=spec, axis_names={"tensor"}, check_vma=False
         )
         return square(params, jax.lax.stop_gradient(double(batch)))
 
@@ -230,18 +230,20 @@ def test_line_searches_see_the_loss_that_was_differentiated(mesh_of):
     def loss_fn(params, batch, rng):
         return square(params, batch) * (1 + jax.random.uniform(rng))
 
-    found = []
+    value_pairs = []
 
     def update(updates, state, params=None, *, value, value_fn, **_):
-        jax.debug.callback(lambda a, b: found.append((float(a), float(b))), value, value_fn(params))
+        jax.debug.callback(
+            lambda a, b: value_pairs.append((float(a), float(b))), value, value_fn(params)
+        )
         return updates, state
 
     tx = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
     opt = so.zero(tx, mesh_of(data=2), loss_fn, micro_batches=2)
     opt.step(opt.init(PARAMS), X)
     jax.effects_barrier()
-    assert found
-    np.testing.assert_allclose([a for a, _ in found], [b for _, b in found], rtol=1e-6)
+    assert value_pairs
+    np.testing.assert_allclose([a for a, _ in value_pairs], [b for _, b in value_pairs], rtol=1e-6)
 
 
 REFUSED = [

@@ -67,13 +67,13 @@ def test_equals_one_device_on_the_union_batch(row, mesh_of):
         )
         expected, final = train(tx, case.reference, case.params, case.batches)
         state = opt.init(case.params)
-        found = []
+        losses_and_norms = []
         for batch in case.batches:
             state, metrics = opt.step(state, batch)
-            found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+            losses_and_norms.append((float(metrics["loss"]), float(metrics["grad_norm"])))
         tolerance = TOLERANCE[row["dtype"]]
         assert relative_difference(state.params, final) <= tolerance
-        losses, norms = np.array(found).T
+        losses, norms = np.array(losses_and_norms).T
         expected_losses, expected_norms = np.array(expected).T
         np.testing.assert_allclose(losses, expected_losses, rtol=tolerance)
         # A norm is that of the parameters' last rounding, not of their sum: in fp32 it wanders

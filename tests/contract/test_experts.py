@@ -30,13 +30,15 @@ def experts(weights, x, router):
     """Each token through the expert that it scores highest, weighted by the score."""
     scores = jax.nn.softmax(x @ router)
     weight = jax.nn.one_hot(scores.argmax(-1), EXPERTS) * scores
-    here = weights["up"].shape[0]
-    if here < EXPERTS:
-        x, weight = (jax.lax.all_gather(one, "expert", tiled=True) for one in (x, weight))
-        weight = jax.lax.dynamic_slice_in_dim(weight, jax.lax.axis_index("expert") * here, here, 1)
+    num_local = weights["up"].shape[0]
+    if num_local < EXPERTS:
+        x, weight = (jax.lax.all_gather(array, "expert", tiled=True) for array in (x, weight))
+        weight = jax.lax.dynamic_slice_in_dim(
+            weight, jax.lax.axis_index("expert") * num_local, num_local, 1
+        )
     hidden = jnp.tanh(jnp.einsum("bd,edf->bef", x, weights["up"]))
     y = jnp.einsum("bef,efd,be->bd", hidden, weights["down"], weight)
-    return jax.lax.psum_scatter(y, "expert", tiled=True) if here < EXPERTS else y
+    return jax.lax.psum_scatter(y, "expert", tiled=True) if num_local < EXPERTS else y
 
 
 def layer(weights, x, router):
@@ -45,8 +47,8 @@ def layer(weights, x, router):
 
 def weighted(params, batch):
     x = batch["x"] @ params["in"]
-    for one in (params["first"], params["second"]):
-        x = layer(one["experts"], x, one["router"])
+    for layer_params in (params["first"], params["second"]):
+        x = layer(layer_params["experts"], x, layer_params["router"])
     each = ((x - batch["y"]) ** 2).sum(-1)
     return so.losses.Weighted((each * batch["weight"]).sum(), batch["weight"].sum())
 
@@ -93,8 +95,8 @@ def on_one_device(loss):
     def reference(params, batch):
         if loss is MODEL:
             return MODEL.loss_fn(params, batch)
-        found = weighted(params, batch)
-        return found.total / found.weight
+        weighted_loss = weighted(params, batch)
+        return weighted_loss.total / weighted_loss.weight
 
     return reference
 
@@ -147,17 +149,19 @@ def strategy(name, mesh, loss, **options):
 def test_equals_one_device_on_the_union_batch(name, mesh, loss, options, mesh_of, x64):
     opt = strategy(name, mesh_of(**mesh), loss, view="unproved", **options)
     expected, final = train(TX, on_one_device(loss), params(loss), batches())
-    state, found = opt.init(params(loss)), []
+    state, losses_and_norms = opt.init(params(loss)), []
     for batch in batches():
         state, metrics = opt.step(state, batch)
-        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        losses_and_norms.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     assert relative_difference(state.params, final) <= 1e-10
-    np.testing.assert_allclose(found, expected, rtol=1e-10)
+    np.testing.assert_allclose(losses_and_norms, expected, rtol=1e-10)
     if mesh["expert"] < 8:
-        some = jax.tree.map(lambda x: x[:5], batches()[0])  # rows that the devices do not divide
-        evaluated = so.training.evaluation(opt, [some])(state)
+        short_batch = jax.tree.map(
+            lambda x: x[:5], batches()[0]
+        )  # rows that the devices do not divide
+        evaluated = so.training.evaluation(opt, [short_batch])(state)
         np.testing.assert_allclose(
-            evaluated["val_loss"], on_one_device(loss)(final, some), rtol=1e-10
+            evaluated["val_loss"], on_one_device(loss)(final, short_batch), rtol=1e-10
         )
 
 
@@ -179,8 +183,8 @@ def test_experts_live_on_their_devices_and_are_sharded_over_data_besides(mesh_of
     opt = strategy("fsdp", mesh_of(data=2, expert=4), weighted)
     specs = opt.specs(shapes(weighted))
     # the first dim that data divides
-    own = dict.fromkeys(("up", "down"), P("expert", "data", None))
-    assert specs.params["first"] == {"experts": own, "router": P(None, ("data", "expert"))}
+    expert_specs = dict.fromkeys(("up", "down"), P("expert", "data", None))
+    assert specs.params["first"] == {"experts": expert_specs, "router": P(None, ("data", "expert"))}
     assert specs.opt_state[1][0].trace == specs.params
     rows = {row.path: row.bytes_per_device for row in opt.config.report(shapes(weighted)).rows}
     assert rows["first/experts/up"] == EXPERTS * WIDTH * HIDDEN * 4 // 8
@@ -191,12 +195,12 @@ def test_experts_live_on_their_devices_and_are_sharded_over_data_besides(mesh_of
     ruled = strategy(
         "fsdp", mesh_of(data=2, expert=4), weighted, rules=[("experts/down$", P(None, "tensor"))]
     )
-    assert ruled.specs(shapes(weighted)).params["first"]["experts"] == own, (
+    assert ruled.specs(shapes(weighted)).params["first"]["experts"] == expert_specs, (
         "a rule for tensor=1 takes a dim from data"
     )
     replicated = strategy("ddp", mesh_of(data=2, expert=4), weighted).specs(shapes(weighted)).params
     assert replicated["first"] == {
-        "experts": dict.fromkeys(own, P("expert", None, None)),
+        "experts": dict.fromkeys(expert_specs, P("expert", None, None)),
         "router": P(None, None),
     }
 
@@ -207,25 +211,30 @@ def test_experts_live_on_their_devices_and_are_sharded_over_data_besides(mesh_of
 def test_restores_on_another_number_of_expert_devices(counts, mesh_of, tmp_path):
     batch = jax.tree.map(jnp.float32, batches(1)[0])
     start = jax.tree.map(jnp.float32, params(MODEL))
-    made = {
+    makers = {
         4: lambda: strategy("fsdp", mesh_of(expert=4, data=2), MODEL, view="unproved"),
         2: lambda: strategy("fsdp", mesh_of(expert=2), MODEL, view="unproved"),
         1: lambda: strategy("zero1", mesh_of(data=4), MODEL),
     }
-    opts = [made[count]() for count in counts]
+    opts = [makers[count]() for count in counts]
     state, _ = opts[0].step(opts[0].init(start), batch)
     so.save(tmp_path / "run", state)
-    found = []
+    stepped_params = []
     for opt in opts:
         restored = so.restore(tmp_path / "run", opt.abstract_state(shapes(MODEL)))
         assert relative_difference(restored.params, state.params) == 0
-        found.append(opt.step(restored, batch)[0].params)
-    assert all(relative_difference(params, found[0]) < 1e-6 for params in found[1:])
+        stepped_params.append(opt.step(restored, batch)[0].params)
+    assert all(
+        relative_difference(params, stepped_params[0]) < 1e-6 for params in stepped_params[1:]
+    )
 
 
 def penalised(params, batch):
-    found = weighted(params, batch)
-    return found.total / found.weight + 0.1 * (params["second"]["experts"]["up"] ** 2).mean()
+    weighted_loss = weighted(params, batch)
+    return (
+        weighted_loss.total / weighted_loss.weight
+        + 0.1 * (params["second"]["experts"]["up"] ** 2).mean()
+    )
 
 
 def test_experts_used_elsewhere_than_in_their_layer_are_refused(mesh_of):

@@ -88,9 +88,9 @@ def test_each_step_device_and_micro_batch_has_its_own_key(mesh_of):
     # step
     assert len(set(np.round(seen[0], 6))) == 8
     assert not set(np.round(seen[0], 6)) & set(np.round(seen[1], 6))
-    again = opt.init(params, jax.random.key(5))
-    again, _ = opt.step(again, rows)
-    np.testing.assert_array_equal(again.params["seen"], seen[0])
+    replayed_state = opt.init(params, jax.random.key(5))
+    replayed_state, _ = opt.step(replayed_state, rows)
+    np.testing.assert_array_equal(replayed_state.params["seen"], seen[0])
 
 
 def test_blocks_draw_their_own_numbers():
@@ -176,15 +176,15 @@ def test_batch_statistics_of_nnx_live_in_frozen_leaves(mesh_of):
         def __call__(self, x):
             return self.norm(self.dense(x))
 
-    graph, weights, rest = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
+    graph, weights, batch_stats = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
 
     def loss_fn(params, batch):
         net = nnx.merge(graph, params["weights"], params["rest"])
         loss = jnp.mean(jnp.square(net(batch) - batch))
-        _, _, rest = nnx.split(net, nnx.Param, ...)
-        return loss, {"rest": so.losses.Updated({"rest": rest})}
+        _, _, batch_stats = nnx.split(net, nnx.Param, ...)
+        return loss, {"rest": so.losses.Updated({"rest": batch_stats})}
 
-    params = {"weights": weights, "rest": rest}
+    params = {"weights": weights, "rest": batch_stats}
     opt = so.fsdp(
         optax.adam(1e-2), mesh_of(data=2), loss_fn, rules=[("^rest", "frozen")], view="unproved"
     )  # halves normalise apart
@@ -193,7 +193,7 @@ def test_batch_statistics_of_nnx_live_in_frozen_leaves(mesh_of):
     halves = []
     for half in (X[:8], X[8:]):
         # modules change what they are merged from
-        net = nnx.merge(graph, weights, jax.tree.map(jnp.copy, rest))
+        net = nnx.merge(graph, weights, jax.tree.map(jnp.copy, batch_stats))
         net(half)
         halves.append(np.asarray(net.norm.mean[...]))
     merged = nnx.merge(graph, state.params["weights"], state.params["rest"])
@@ -301,9 +301,9 @@ def test_gather_dtype_computes_in_half_precision_with_fp32_masters(model, mesh_o
         grads = jax.device_get(gradient(expected, X))
         expected = jax.tree.map(lambda p, g: np.asarray(p) - np.float32(0.5) * g, expected, grads)
     assert set(seen) == {jnp.dtype(jnp.bfloat16)}
-    for found, wanted in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
-        assert found.dtype == jnp.float32
-        np.testing.assert_allclose(found, wanted, atol=0.01)
+    for leaf, wanted in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
+        assert leaf.dtype == jnp.float32
+        np.testing.assert_allclose(leaf, wanted, atol=0.01)
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ def test_leaves_and_their_norms_travel_together(strategy, mesh_of, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     make, expected = STRATEGIES[strategy]
     opt = make(optax.adam(0.1), mesh_of(data=4), loss_fn)
-    found = so.hlo.audit(opt.step, opt.init(PARAMS), np.ones((8, 8), np.float32)).collectives
+    collectives = so.hlo.audit(opt.step, opt.init(PARAMS), np.ones((8, 8), np.float32)).collectives
     arrays = collections.Counter()  # each of a tuple is a round trip
-    for one in found:
-        arrays[one.kind] += len(one.shapes)
+    for collective in collectives:
+        arrays[collective.kind] += len(collective.shapes)
     assert arrays == expected

@@ -34,7 +34,7 @@ def hybrid(mesh, case, schedule="eager_one_f_one_b", **options):
 
 
 def others(mesh_of, case):
-    made = {
+    optimizers = {
         "pipeline=1": hybrid(mesh_of(data=4, pipeline=1), case),
         "pipeline=2": hybrid(
             mesh_of(data=2, tensor=2, pipeline=2), case, "zero_bubble", placement="zero1"
@@ -50,7 +50,7 @@ def others(mesh_of, case):
         ),
         "ddp": so.ddp(TX, mesh_of(data=2), case.loss_fn),
     }
-    return {name: knowing(opt, case) for name, opt in made.items()}
+    return {name: knowing(opt, case) for name, opt in optimizers.items()}
 
 
 def knowing(opt, case):
@@ -65,9 +65,9 @@ def train(opt, state, batches):
     return state
 
 
-def same(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    assert relative_difference(found, jax.device_get(expected)) <= 1e-10
+def same(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    assert relative_difference(actual, jax.device_get(expected)) <= 1e-10
 
 
 @pytest.mark.slow
@@ -79,14 +79,14 @@ def test_a_run_goes_on_anywhere(case, mesh_of, tmp_path):
     first = hybrid(mesh_of(data=2, pipeline=4), case, "interleaved")
     state = train(first, first.init(case.params, jax.random.key(1)), case.batches[:2])
     so.save(tmp_path, state)
-    whole = train(first, state, case.batches[2:])
+    unbroken_state = train(first, state, case.batches[2:])
     for name, opt in others(mesh_of, case).items():
         restored = so.restore(tmp_path, opt)
         for leaf, promised in zip(
             *map(jax.tree.leaves, (restored, opt.abstract_state(case.params))), strict=True
         ):
             assert leaf.sharding == promised.sharding, name
-        same(train(opt, restored, case.batches[2:]), whole)
+        same(train(opt, restored, case.batches[2:]), unbroken_state)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_the_same_mesh_goes_on_bit_for_bit(case, mesh_of, tmp_path):
     opt = hybrid(mesh_of(data=2, pipeline=4), case, "zero_bubble_lockstep_2", remat=True)
     state = train(opt, opt.init(case.params), case.batches[:2])
     so.save(tmp_path, state)
-    whole = train(opt, state, case.batches[2:])
-    again = train(opt, so.restore(tmp_path, opt), case.batches[2:])
-    for leaf, other in zip(*map(jax.tree.leaves, (again, whole)), strict=True):
+    unbroken_state = train(opt, state, case.batches[2:])
+    resumed_state = train(opt, so.restore(tmp_path, opt), case.batches[2:])
+    for leaf, other in zip(*map(jax.tree.leaves, (resumed_state, unbroken_state)), strict=True):
         np.testing.assert_array_equal(leaf, other)

@@ -133,13 +133,16 @@ def stated_table(schedule, placement, sizes, remat):
 )
 def test_the_compiled_step_sends_what_the_table_says(name, placement, sizes, remat, mesh_of):
     opt = make(name, placement, mesh_of(**sizes), remat)
-    found = audit(opt.step, opt.abstract_state(PARAMS), BATCH)
+    report = audit(opt.step, opt.abstract_state(PARAMS), BATCH)
     table = stated_table(opt.config.schedule, placement, sizes, remat)
-    found.check([row for row in table if row.bytes], min_bytes=SCALARS, rtol=0.01)
-    assert all(one.axes == ("pipeline",) for one in found.of(kind="collective-permute").collectives)
+    report.check([row for row in table if row.bytes], min_bytes=SCALARS, rtol=0.01)
+    assert all(
+        collective.axes == ("pipeline",)
+        for collective in report.of(kind="collective-permute").collectives
+    )
     if placement in ("ddp", "zero1"):
-        assert not found.of(axis="data", in_loop=True).collectives
-    assert not found.of(axis="replica", in_loop=True).collectives
+        assert not report.of(axis="data", in_loop=True).collectives
+    assert not report.of(axis="replica", in_loop=True).collectives
 
 
 @pytest.mark.slow
@@ -160,18 +163,23 @@ def test_gpt_moves_activations_over_tensor_and_nothing_else_in_the_loop(mesh_of)
         state = opt.abstract_state(
             jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0))
         )
-        found = audit(opt.step, state, {"tokens": jax.ShapeDtypeStruct((16, 17), jnp.int32)})
-        looped = found.of(axis="tensor", in_loop=True)
+        report = audit(opt.step, state, {"tokens": jax.ShapeDtypeStruct((16, 17), jnp.int32)})
+        looped = report.of(axis="tensor", in_loop=True)
         activation, ticks = 4 * 2 * 16 * 32, opt.config.schedule.num_ticks
         inside = [
-            one for one in looped.collectives if one.bytes >= activation and len(one.loops) > 1
+            collective
+            for collective in looped.collectives
+            if collective.bytes >= activation and len(collective.loops) > 1
         ]
-        assert {one.kind for one in inside} == {"all-reduce"}
-        assert sum(one.bytes * one.calls for one in inside) == 4 * 2 * ticks * activation, str(
-            looped
-        )
+        assert {collective.kind for collective in inside} == {"all-reduce"}
+        assert (
+            sum(collective.bytes * collective.calls for collective in inside)
+            == 4 * 2 * ticks * activation
+        ), str(looped)
         assert not [
-            one for one in looped.collectives if one.kind != "all-reduce" and one.bytes > SCALARS
+            collective
+            for collective in looped.collectives
+            if collective.kind != "all-reduce" and collective.bytes > SCALARS
         ], str(looped)
 
 
@@ -191,10 +199,12 @@ def test_one_stage_is_the_plain_strategy(placement, mesh_of):
         "placement": placement,
         "rules": RULES,
     } | options
-    one = so.hybrid(tx, mesh_of(data=4, tensor=2, pipeline=1), MODEL, **options)
-    texts = [opt.step.lower(opt.abstract_state(PARAMS), BATCH).as_text() for opt in (plain, one)]
+    one_stage = so.hybrid(tx, mesh_of(data=4, tensor=2, pipeline=1), MODEL, **options)
+    texts = [
+        opt.step.lower(opt.abstract_state(PARAMS), BATCH).as_text() for opt in (plain, one_stage)
+    ]
     assert texts[0] == texts[1]
-    assert one.config.schedule is None
+    assert one_stage.config.schedule is None
 
 
 def test_all_sizes_of_one_send_nothing(mesh_of):
@@ -204,10 +214,12 @@ def test_all_sizes_of_one_send_nothing(mesh_of):
 
 def test_remat_on_one_stage_is_that_of_the_model(mesh_of):
     mesh = mesh_of(data=2, pipeline=1)
-    one = make("gpipe", "ddp", mesh, remat=True)
+    one_stage = make("gpipe", "ddp", mesh, remat=True)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     full = so.ddp(tx, mesh, MODEL._replace(remat="full"), micro_batches=4)
-    texts = [opt.step.lower(opt.abstract_state(PARAMS), BATCH).as_text() for opt in (one, full)]
+    texts = [
+        opt.step.lower(opt.abstract_state(PARAMS), BATCH).as_text() for opt in (one_stage, full)
+    ]
     assert texts[0] == texts[1]
 
 

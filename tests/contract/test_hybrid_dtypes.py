@@ -48,11 +48,11 @@ def gradient(opt, params):
     return jax.device_get((state.opt_state[0].trace, metrics))
 
 
-def check(found, dtype):
+def check(grads_and_metrics, dtype):
     """Compare with the gradient that fp32 gives at the same rounded parameters: half a percent is
     bfloat16's rounding.
     """
-    grads, metrics = found
+    grads, metrics = grads_and_metrics
     rounded = cast(cast(PARAMS, jnp.bfloat16), jnp.float32)
     loss, expected = jax.jit(jax.value_and_grad(model().loss_fn))(rounded, {"x": X})
     np.testing.assert_allclose(metrics["loss"], loss, rtol=5e-3)
@@ -107,13 +107,13 @@ def test_gathers_in_half_precision_send_half(mesh_of):
     for dtype in (None, jnp.bfloat16):
         opt = hybrid(mesh_of(data=2, pipeline=2), "eager_one_f_one_b", gather_dtype=dtype)
         abstract = jax.eval_shape(lambda: cast(PARAMS, jnp.float32))
-        found = audit(
+        report = audit(
             opt.step,
             opt.abstract_state(abstract),
             {"x": jax.ShapeDtypeStruct(X.shape, jnp.float32)},
         )
         sent[dtype] = {
-            kind: found.of(kind=kind).total.bytes for kind in ("all-gather", "reduce-scatter")
+            kind: report.of(kind=kind).total.bytes for kind in ("all-gather", "reduce-scatter")
         }
     assert sent[jnp.bfloat16]["all-gather"] * 2 == sent[None]["all-gather"] > 0
     assert sent[jnp.bfloat16]["reduce-scatter"] == sent[None]["reduce-scatter"] > 0
@@ -126,7 +126,7 @@ def test_sums_over_micro_batches_are_taken_in_fp32(schedule, mesh_of):
     """A thousandth beside a one is lost in a bfloat16 sum; 32 of them are not, in an fp32 one."""
     values = np.full((32, 1), 1 / 128, np.float32)
     values[0] = 4.0  # 4 + 1/128 is 4 in bfloat16
-    one = so.BlockModel(
+    scaling_model = so.BlockModel(
         embed=lambda outer, batch: batch["x"].astype(jnp.bfloat16) * outer["scale"],
         block=lambda w, x: x * w["one"],
         loss=lambda outer, x, batch: (
@@ -137,7 +137,7 @@ def test_sums_over_micro_batches_are_taken_in_fp32(schedule, mesh_of):
     opt = so.hybrid(
         optax.sgd(32.0),
         mesh_of(data=1, pipeline=2),
-        one,
+        scaling_model,
         schedule=SCHEDULES[schedule],
         micro_batches=32,
         placement="ddp",

@@ -164,13 +164,13 @@ def test_the_problems_tell_devices_apart():
         for name in BLOCK_MODELS:
             case = block_problem(name, weighted=True, num_blocks=4, rows=8, steps=1)
             half = jax.tree.map(lambda x: x[:4], case.batches[0])
-            one, other = (
+            full_grads, other = (
                 jax.grad(case.reference, allow_int=True)(case.params, b)
                 for b in (case.batches[0], half)
             )
             leaves = [
                 (a, b)
-                for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True)
+                for a, b in zip(*map(jax.tree.leaves, (full_grads, other)), strict=True)
                 if a.dtype == float
             ]
             assert max(float(abs(a - b).max()) for a, b in leaves) > 1e-3

@@ -39,8 +39,8 @@ def hybrid(mesh, model, schedule="eager_one_f_one_b", tx=None, **options):
     return so.hybrid(tx, mesh, model, schedule=SCHEDULES[schedule], **options)
 
 
-def same(found, expected, rtol=1e-10):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def same(actual, expected, rtol=1e-10):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         if not jnp.issubdtype(a.dtype, jax.dtypes.extended):
             np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-12)
 
@@ -118,7 +118,7 @@ def test_frozen_updated_and_aux(schedule, mesh_of, x64):
             MODEL.loss(outer, x, batch) * positive, positive.astype(float)
         ), aux
 
-    rest = {
+    block_leaves = {
         "frozen": np.linspace(0.5, 1.5, 8),
         "on": np.arange(8) % 3 > 0,
         "power": np.arange(8) % 2,
@@ -126,7 +126,7 @@ def test_frozen_updated_and_aux(schedule, mesh_of, x64):
     }
     stats = {"mean": np.zeros(4), "most": np.int32(0), "least": np.int32(0), "any": np.bool_(False)}
     params = {
-        "blocks": PARAMS["blocks"] | rest,
+        "blocks": PARAMS["blocks"] | block_leaves,
         "in": PARAMS["in"],
         "fixed": np.ones(3),
         "stats": stats,
@@ -135,15 +135,19 @@ def test_frozen_updated_and_aux(schedule, mesh_of, x64):
     rules = [("^(blocks/frozen|blocks/key|fixed|stats/mean)", "frozen")]
     # weights and counts of a piece are no sums over rows
     trusted = {"rules": rules, "view": "unproved"}
-    one = hybrid(mesh_of(data=2, pipeline=4), model, schedule, placement="zero2", **trusted)
-    state, metrics = run(one, params, {"x": X})
+    pipelined_opt = hybrid(
+        mesh_of(data=2, pipeline=4), model, schedule, placement="zero2", **trusted
+    )
+    state, metrics = run(pipelined_opt, params, {"x": X})
     other = plain(mesh_of(data=2), model, **trusted)
     expected, wanted = run(other, params, {"x": X})
     assert set(metrics) == {"loss", "grad_norm", "mean", "ratio", "vector", "count"}
     same((state.params, metrics), (expected.params, wanted))
     np.testing.assert_allclose(state.params["stats"]["mean"], X.mean(0), atol=1e-12)
     assert int(state.params["stats"]["least"]) < 0
-    same(one.evaluate(state, {"x": X}), other.evaluate(other.init(state.params), {"x": X}))
+    same(
+        pipelined_opt.evaluate(state, {"x": X}), other.evaluate(other.init(state.params), {"x": X})
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,7 +189,7 @@ twice.defvjp(lambda x: (2 * x, x), lambda x, dy: (3 * dy * jnp.cos(x),))
 
 
 @pytest.mark.parametrize(
-    ("schedule", "kept", "remat"),
+    ("schedule", "remat_policy", "remat"),
     [
         pytest.param("zero_bubble", None, False, marks=pytest.mark.slow),
         pytest.param("zero_bubble", "full", False, marks=pytest.mark.slow),
@@ -197,10 +201,10 @@ twice.defvjp(lambda x: (2 * x, x), lambda x, dy: (3 * dy * jnp.cos(x),))
             "zero_bubble", jax.checkpoint_policies.nothing_saveable, True, marks=pytest.mark.slow
         ),
     ],
-    ids=lambda one: getattr(one, "__name__", str(one)),
+    ids=lambda parameter: getattr(parameter, "__name__", str(parameter)),
 )
-def test_any_block_and_what_is_kept_of_it(schedule, kept, remat, mesh_of, x64):
-    model = MODEL._replace(block=everything, remat=kept)
+def test_any_block_and_what_is_kept_of_it(schedule, remat_policy, remat, mesh_of, x64):
+    model = MODEL._replace(block=everything, remat=remat_policy)
     state, metrics = run(
         hybrid(mesh_of(data=2, pipeline=4), model, schedule, remat=remat), PARAMS, {"x": X}
     )

@@ -38,7 +38,7 @@ def test_frozen_blocks_skip_what_nobody_reads(frozen, passes, mesh_of):
     )
     batch = jax.ShapeDtypeStruct((ROWS, 2), jnp.float32)
     compiled = opt.step.lower(opt.abstract_state(PARAMS), batch).compile()
-    found = inner_product_flops(compiled, schedule=opt.config.schedule)
+    flops = inner_product_flops(compiled, schedule=opt.config.schedule)
     one_pass = 2 * (ROWS // 2) * (BLOCKS // STAGES) * WIDTH**2
     # and the ends of the model, which are small
-    assert found == pytest.approx(passes * one_pass, rel=0.1)
+    assert flops == pytest.approx(passes * one_pass, rel=0.1)

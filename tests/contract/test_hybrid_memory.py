@@ -85,13 +85,13 @@ def row_bytes(table):
 def test_memory_and_program_do_not_grow_with_the_micro_batches(schedule, remat, mesh_of):
     mesh = mesh_of(data=1, pipeline=STAGES)
     counts = (8, 16, 32, 64) if schedule == "gpipe" else (8, 64)
-    found = {count: compiled(schedule, count, mesh, remat=remat) for count in counts}
+    programs = {count: compiled(schedule, count, mesh, remat=remat) for count in counts}
     # the table itself has a row a tick
     temporary = {
-        count: one.memory_analysis().temp_size_in_bytes - row_bytes(table) * table.num_ticks
-        for count, (one, table) in found.items()
+        count: program.memory_analysis().temp_size_in_bytes - row_bytes(table) * table.num_ticks
+        for count, (program, table) in programs.items()
     }
-    slots = {count: table.num_slots for count, (_, table) in found.items()}
+    slots = {count: table.num_slots for count, (_, table) in programs.items()}
     if schedule == "gpipe":  # an input a micro-batch, all of them small beside the rest
         growth = [(temporary[2 * m] - temporary[m]) / m for m in (8, 16, 32)]
         np.testing.assert_allclose(growth, slot_bytes(remat=True), rtol=0.2)
@@ -99,7 +99,7 @@ def test_memory_and_program_do_not_grow_with_the_micro_batches(schedule, remat, 
         assert slots[8] == slots[64]
         flat = [temporary[count] for count in (8, 64)]
         assert max(flat) <= 1.05 * min(flat), temporary
-    texts = {count: len(one.as_text()) for count, (one, _) in found.items()}
+    texts = {count: len(program.as_text()) for count, (program, _) in programs.items()}
     assert texts[64] <= 1.15 * texts[8], texts
 
 
@@ -116,9 +116,9 @@ def test_memory_grows_by_what_the_table_keeps_of_a_micro_batch(name, mesh_of):
             + waiting * message
         )
 
-    found = [compiled(name, count, mesh) for count in (8, 16, 32)]
-    temporary = [program.memory_analysis().temp_size_in_bytes for program, _ in found]
-    expected = [kept(table) for _, table in found]
+    programs = [compiled(name, count, mesh) for count in (8, 16, 32)]
+    temporary = [program.memory_analysis().temp_size_in_bytes for program, _ in programs]
+    expected = [kept(table) for _, table in programs]
     np.testing.assert_allclose(np.diff(temporary), np.diff(expected), rtol=0.1)
 
 

@@ -32,7 +32,11 @@ def _drop(patch, axis):
     reduce = gradients.all_reduce_grads
 
     def without(grads, plans, over):
-        return reduce(grads, plans, [tuple(one for one in axes if one != axis) for axes in over])
+        return reduce(
+            grads,
+            plans,
+            [tuple(axis_name for axis_name in axes if axis_name != axis) for axes in over],
+        )
 
     break_function(patch, gradients.all_reduce_grads, without)
 
@@ -152,8 +156,10 @@ def keep_half_a_message(patch):
     send = messages.send
 
     def half(schedule, kind, leaves, before):
-        kept = [x.at[: x.shape[0] // 2].set(0) if kind == "backward" else x for x in leaves]
-        return send(schedule, kind, kept, before)
+        halved_leaves = [
+            x.at[: x.shape[0] // 2].set(0) if kind == "backward" else x for x in leaves
+        ]
+        return send(schedule, kind, halved_leaves, before)
 
     break_function(patch, messages.send, half)
 
@@ -234,6 +240,6 @@ def test_the_contract_notices(mutate, schedule, mesh_of, x64):
         assert not difference(schedule, mesh_of(data=2, pipeline=4)) <= 1e-6
 
 
-@pytest.mark.parametrize("schedule", sorted({one for _, one in CASES}))
+@pytest.mark.parametrize("schedule", sorted({case_schedule for _, case_schedule in CASES}))
 def test_unbroken_it_does_not(schedule, mesh_of, x64):
     assert difference(schedule, mesh_of(data=2, pipeline=4)) <= 1e-10

@@ -73,17 +73,18 @@ def make(mesh, **options):
 
 def test_what_it_sends_and_what_it_holds(mesh_of):
     mesh, stage = mesh_of(**SIZES), 4 * WIDTH**2 * LAYERS // SIZES["pipeline"]
-    once, again, zero1 = (
+    once, regathering, zero1 = (
         make(mesh, **options)
         for options in ({"placement": "fsdp_once"}, {}, {"placement": "zero1"})
     )
     compiled = [
-        opt.step.lower(opt.abstract_state(PARAMS), BATCH).compile() for opt in (once, again, zero1)
+        opt.step.lower(opt.abstract_state(PARAMS), BATCH).compile()
+        for opt in (once, regathering, zero1)
     ]
-    found = audit(compiled[0], mesh=mesh)
+    report = audit(compiled[0], mesh=mesh)
     outer, ticks = 4 * WIDTH**2, once.config.schedule.num_ticks
     activation = 4 * ROWS // SIZES["data"] // MICRO_BATCHES * WIDTH
-    found.check(
+    report.check(
         [
             Expected(
                 "collective-permute", "pipeline", 2 * ticks * activation, 2 * ticks, in_loop=True
@@ -95,11 +96,14 @@ def test_what_it_sends_and_what_it_holds(mesh_of):
         min_bytes=64,
         rtol=0.01,
     )
-    assert not found.of(axis="data", in_loop=True).collectives
+    assert not report.of(axis="data", in_loop=True).collectives
     held, temporary = zip(
         *(
-            (one.memory_analysis().argument_size_in_bytes, one.memory_analysis().temp_size_in_bytes)
-            for one in compiled
+            (
+                program.memory_analysis().argument_size_in_bytes,
+                program.memory_analysis().temp_size_in_bytes,
+            )
+            for program in compiled
         ),
         strict=True,
     )

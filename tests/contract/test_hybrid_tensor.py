@@ -62,7 +62,7 @@ def test_a_permute_in_a_branch_is_refused_before_anything_runs(block, mesh_of):
     not.
     """
     opt = hybrid(block, mesh_of(data=2, tensor=2, pipeline=2))
-    state = opt.init(jax.tree.map(lambda one: jnp.ones(one.shape), PARAMS))
+    state = opt.init(jax.tree.map(lambda item: jnp.ones(item.shape), PARAMS))
     with pytest.raises(
         ValueError, match=r"^hybrid: the partitioner moves data over tensor by permutes"
     ) as error:
@@ -72,8 +72,8 @@ def test_a_permute_in_a_branch_is_refused_before_anything_runs(block, mesh_of):
     assert places
     assert all(place.startswith("  ") for place in places)
     assert not state.step.is_deleted()
-    found = audit(opt.step, state, jax.ShapeDtypeStruct((16, 8), jnp.float32))
-    assert [one for one in found.of(kind="collective-permute").collectives if one.conditional]
+    report = audit(opt.step, state, jax.ShapeDtypeStruct((16, 8), jnp.float32))
+    assert [item for item in report.of(kind="collective-permute").collectives if item.conditional]
 
 
 @pytest.mark.slow
@@ -82,7 +82,7 @@ def test_a_block_that_keeps_to_its_shards_runs(mesh_of):
         return x + jax.nn.silu(x @ w["up"]) @ w["wide"]
 
     opt = hybrid(block, mesh_of(data=2, tensor=2, pipeline=2))
-    state = opt.init(jax.tree.map(lambda one: jnp.ones(one.shape) / 16, PARAMS))
+    state = opt.init(jax.tree.map(lambda leaf: jnp.ones(leaf.shape) / 16, PARAMS))
     first = float(opt.evaluate(state, jnp.ones((16, 8)))["loss"])
     state, metrics = opt.step(state, jnp.ones((16, 8)))
     assert float(metrics["loss"]) == pytest.approx(first)

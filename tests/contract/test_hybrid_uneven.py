@@ -155,12 +155,12 @@ def test_what_it_stores_and_what_it_sends(mesh_of):
     # the other dim is for data
     assert kernel.sharding.shard_shape(kernel.shape) == (BLOCKS, WIDTH, WIDTH // 2)
     assert scale.sharding.is_fully_replicated  # of a block fewer than min_shard_elements
-    found = audit(opt.step.lower(state, batch).compile(), mesh=mesh)
+    report = audit(opt.step.lower(state, batch).compile(), mesh=mesh)
     # two stages of room for 4: weights out by an all-to-all, gradients back by one; scale's
     # gradients by an all-gather
-    sent = found.of(axis="pipeline", in_loop=False, kind="all-to-all")
-    assert [one.bytes for one in sent.collectives] == [2 * 4 * WIDTH**2 // 2 * 4] * 2
-    (gathered,) = found.of(axis="pipeline", in_loop=False, kind="all-gather").collectives
+    sent = report.of(axis="pipeline", in_loop=False, kind="all-to-all")
+    assert [collective.bytes for collective in sent.collectives] == [2 * 4 * WIDTH**2 // 2 * 4] * 2
+    (gathered,) = report.of(axis="pipeline", in_loop=False, kind="all-gather").collectives
     assert gathered.bytes == 2 * 4 * WIDTH * 4
 
 
@@ -217,10 +217,10 @@ def test_a_run_goes_on_in_equal_stages_and_on_one_device(optimizer, mesh_of, tmp
     state, _ = uneven.step(uneven.init(params()), batches[0])
     so.save(tmp_path, state)
     expected, _ = uneven.step(state, batches[1])
-    others = [make(mesh_of(data=4, pipeline=1), tx=tx)]
+    optimizers = [make(mesh_of(data=4, pipeline=1), tx=tx)]
     if optimizer != "momentum":
-        others.append(make(mesh_of(data=1, pipeline=7), tx=tx, placement="zero1"))
-    for opt in others:
+        optimizers.append(make(mesh_of(data=1, pipeline=7), tx=tx, placement="zero1"))
+    for opt in optimizers:
         opt.specs(jax.eval_shape(params))
-        again, _ = opt.step(so.restore(tmp_path, opt), batches[1])
-        assert relative_difference(again.params, jax.device_get(expected.params)) <= 1e-5
+        resumed_state, _ = opt.step(so.restore(tmp_path, opt), batches[1])
+        assert relative_difference(resumed_state.params, jax.device_get(expected.params)) <= 1e-5

@@ -52,8 +52,8 @@ def sum_for_mean(patch):
 def mean_of_means(patch):
     parts_of = loss.loss_parts
 
-    def normalised(who, returned, rows):
-        parts = parts_of(who, returned, rows)
+    def normalised(caller, returned, rows):
+        parts = parts_of(caller, returned, rows)
         mean = parts.loss.total / parts.loss.weight
         return parts._replace(loss=Weighted(mean, jnp.ones_like(parts.loss.weight)))
 
@@ -72,8 +72,8 @@ def forget_a_micro_batch(patch):
     break_function(
         patch,
         gradients.accumulate,
-        lambda one, batch, count, *how: accumulate(
-            one, jax.tree.map(lambda x: x[: x.shape[0] // 2], batch), 1, *how
+        lambda run_micro_batch, batch, count, *how: accumulate(
+            run_micro_batch, jax.tree.map(lambda x: x[: x.shape[0] // 2], batch), 1, *how
         ),
     )
 
@@ -96,9 +96,9 @@ def cut_what_travelled_together_in_the_wrong_order(patch):
 def apply_the_update_twice(patch):
     apply = step.apply_update
 
-    def twice(config, layout, params, opt_state, found, value_fn):
-        params = apply(config, layout, params, opt_state, found, value_fn).params
-        return apply(config, layout, params, opt_state, found, value_fn)
+    def twice(config, layout, params, opt_state, grads, value_fn):
+        params = apply(config, layout, params, opt_state, grads, value_fn).params
+        return apply(config, layout, params, opt_state, grads, value_fn)
 
     break_function(patch, step.apply_update, twice)
 

@@ -200,10 +200,15 @@ def test_norms_travel_in_one_all_reduce(case, mesh_of, x64):
         """Return the arrays of all collectives, and of the all-reduces over the whole mesh how many
         there are.
         """
-        found = so.hlo.audit(step, state, batch).collectives
-        shapes = Counter((one.kind, one.axes or (), shape) for one in found for shape in one.shapes)
+        collectives = so.hlo.audit(step, state, batch).collectives
+        shapes = Counter(
+            (collective.kind, collective.axes or (), shape)
+            for collective in collectives
+            for shape in collective.shapes
+        )
         return shapes, sum(
-            one.kind == "all-reduce" and one.group_size == opt.mesh.size for one in found
+            collective.kind == "all-reduce" and collective.group_size == opt.mesh.size
+            for collective in collectives
         )
 
     (with_norms, count), (without, count_without) = arrays(opt.step.with_norms), arrays(opt.step)

@@ -78,8 +78,8 @@ def adam_bytes(strategy, params_bytes, data):
     """Bytes per device of parameters and of optimizer state, from the table of algorithms.md: fp32
     Adam.
     """
-    whole = {"ddp": (1, 2), "zero1": (1, 2 / data), "zero2": (1, 2 / data)}
-    share = whole.get(strategy, (1 / data, 2 / data))
+    shares = {"ddp": (1, 2), "zero1": (1, 2 / data), "zero2": (1, 2 / data)}
+    share = shares.get(strategy, (1 / data, 2 / data))
     return share[0] * params_bytes, share[1] * params_bytes
 
 
@@ -105,8 +105,8 @@ def test_bytes_per_device_follow_the_formula(strategy, sizes, mesh_of):
     held = [0, 0]
     for i, tree in enumerate((state.params, state.opt_state)):
         held[i] = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
-    whole = 2 * 64 * 256 * 4 // sizes.get("tensor", 1)
-    np.testing.assert_allclose(held, adam_bytes(strategy, whole, sizes["data"]), rtol=0.01)
+    params_bytes = 2 * 64 * 256 * 4 // sizes.get("tensor", 1)
+    np.testing.assert_allclose(held, adam_bytes(strategy, params_bytes, sizes["data"]), rtol=0.01)
     report = opt.config.report()
     assert [report.params_bytes, report.opt_state_bytes] == held
     compiled = opt.step.lower(state, np.ones((32, 64), np.float32)).compile()
@@ -135,8 +135,10 @@ def test_init_from_a_function_never_holds_a_split_leaf_whole(mesh_of, monkeypatc
     )
     state = opt.init(init_fn, jax.random.key(3))
     np.testing.assert_allclose(state.params["w"], init_fn(jax.random.key(3))["w"], rtol=1e-6)
-    whole = 4 * 1024 * 1024
-    assert peaks[0] <= whole / 8 * 4 + 1024  # its shard, and the random bits that it is made from
+    leaf_bytes = 4 * 1024 * 1024
+    assert (
+        peaks[0] <= leaf_bytes / 8 * 4 + 1024
+    )  # its shard, and the random bits that it is made from
 
 
 def test_init_leaves_the_users_arrays_alone(mesh_of):
@@ -172,7 +174,7 @@ def test_report_lists_what_stays_whole_and_why(mesh_of):
         "small": "8 elements, fewer than min_shard_elements=1024",
     }
     assert "no dim is divisible by data=4" in str(report)
-    assert [(one.path, one.because) for one in report.replicated_state] == [
+    assert [(state_row.path, state_row.because) for state_row in report.replicated_state] == [
         ("0/mu/odd", "shape (45, 33): no dim is divisible by data=4"),
         ("0/mu/small", "8 elements, fewer than min_shard_elements=1024"),
         ("0/nu/odd", "shape (45, 33): no dim is divisible by data=4"),
@@ -215,11 +217,13 @@ def test_fsdp_of_blocks_holds_at_most_two_blocks_whole(problem_of, mesh_of):
         model, params, batch = problem_of(layers, length)
         opt = so.fsdp(optax.adamw(1e-3), mesh_of(data=8), model, view="per_device")
         state = opt.abstract_state(params)
-        whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(state.params["blocks"])) / layers
+        block_bytes = (
+            sum(leaf.size * 4 for leaf in jax.tree.leaves(state.params["blocks"])) / layers
+        )
         outer = sum(leaf.size * 4 for name, leaf in state.params.items() if name != "blocks")
         return (
             opt.step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes,
-            whole,
+            block_bytes,
             outer,
         )
 

@@ -44,9 +44,9 @@ def played(tx, reducer, case):
     def step(params, opt_state, memory, batch):
         rows = jax.tree.map(lambda x: x.reshape(DEVICES, -1, *x.shape[1:]), batch)
         grads, weights = jax.vmap(jax.grad(total, has_aux=True), (None, 0))(params, rows)
-        own = jax.tree.map(lambda g: g * (DEVICES / weights.sum()), grads)
+        sender_grads = jax.tree.map(lambda g: g * (DEVICES / weights.sum()), grads)
         means, memory = jax.vmap(lambda g, m: reducer.reduce(g, m, "data"), axis_name="data")(
-            own, memory
+            sender_grads, memory
         )
         updates, opt_state = tx.update(jax.tree.map(lambda x: x[0], means), opt_state, params)
         return optax.apply_updates(params, updates), opt_state, memory

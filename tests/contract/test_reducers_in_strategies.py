@@ -43,8 +43,8 @@ ROWS = {
 }
 
 
-def name_of(one):
-    return one.name if isinstance(one, R.Reducer) else one
+def name_of(parameter):
+    return parameter.name if isinstance(parameter, R.Reducer) else parameter
 
 
 def build(row, reducer, mesh_of, *, tx=None, weighted=True, steps=3):
@@ -70,7 +70,7 @@ def run(opt, case):
 def each(reducers, quick):
     """Every reducer in every row: those (row, reducer) that are not among the quick ones are slow."""
     table = [(row, reducer) for row in ROWS for reducer in reducers]
-    return tiered(table, lambda one: reducers.index(one[1]) == quick.get(one[0]))
+    return tiered(table, lambda pair: reducers.index(pair[1]) == quick.get(pair[0]))
 
 
 @pytest.mark.parametrize(("row", "reducer"), each(EXACT, {"ddp": 1}), ids=name_of)
@@ -145,7 +145,7 @@ SPLIT = {
     ("way", "reducer"),
     tiered(
         [(way, reducer) for way in SPLIT for reducer in (EF(R.int8(64)), EF(R.sign(64)))],
-        lambda one: one[0] == "ddp" and "int8" in one[1].name,
+        lambda pair: pair[0] == "ddp" and "int8" in pair[1].name,
     ),
     ids=name_of,
 )
@@ -160,7 +160,11 @@ def test_copies_stay_copies(way, reducer, mesh_of):
 
 @pytest.mark.parametrize(
     "reducer",
-    tiered([R.top_k(0.3), R.warm_up(R.sign(8), 1)], lambda one: "top_k" in one.name, ids=name_of),
+    tiered(
+        [R.top_k(0.3), R.warm_up(R.sign(8), 1)],
+        lambda candidate: "top_k" in candidate.name,
+        ids=name_of,
+    ),
 )
 def test_a_step_that_is_skipped_uses_up_no_memory_anywhere(reducer, mesh_of):
     """The inf is in a column that one shard over tensor holds alone."""
@@ -209,7 +213,7 @@ def test_int8_of_an_exactly_representable_grid_is_exact(sizes, mesh_of):
 
 @pytest.mark.parametrize(
     ("row", "reducer"),
-    tiered(zip(ROWS, LOSSY, strict=True), lambda one: False),
+    tiered(zip(ROWS, LOSSY, strict=True), lambda promise: False),
     ids=name_of,
 )
 def test_specs_are_the_shardings_and_the_second_step_compiles_nothing(row, reducer, mesh_of):
@@ -220,15 +224,15 @@ def test_specs_are_the_shardings_and_the_second_step_compiles_nothing(row, reduc
     state, promised = opt.init(case.params), jax.tree.leaves(opt.abstract_state())
 
     def check(state):
-        for leaf, spec, one in zip(jax.tree.leaves(state), specs, promised, strict=True):
-            assert leaf.sharding == NamedSharding(opt.mesh, spec) == one.sharding
-            assert (leaf.shape, leaf.dtype) == (one.shape, one.dtype)
+        for leaf, spec, promise in zip(jax.tree.leaves(state), specs, promised, strict=True):
+            assert leaf.sharding == NamedSharding(opt.mesh, spec) == promise.sharding
+            assert (leaf.shape, leaf.dtype) == (promise.shape, promise.dtype)
 
     check(state)
-    kept = jax.tree.leaves(state.opt_state.reducer)
+    donated_leaves = jax.tree.leaves(state.opt_state.reducer)
     state, _ = opt.step(state, case.batches[0])
     check(state)
-    assert all(leaf.is_deleted() for leaf in kept)
+    assert all(leaf.is_deleted() for leaf in donated_leaves)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             jax._src.compiler,
@@ -261,14 +265,16 @@ def test_the_compiled_step_sends_what_the_reducer_states(row, reducer, mesh_of):
         leaf for leaf in jax.tree.leaves(state.params) if jnp.issubdtype(leaf.dtype, jnp.floating)
     ]
     stated = stated_bytes(reducer, trained, axes)
-    found = so.hlo.audit(opt.step, state, batch)
+    report = so.hlo.audit(opt.step, state, batch)
     sent = [
-        one for one in found.of(axis="data").collectives if one.axes == axes and not is_scalar(one)
+        collective
+        for collective in report.of(axis="data").collectives
+        if collective.axes == axes and not is_scalar(collective)
     ]
     # ZeRO 1 gathers the parameters that its devices have updated.
     gathered = gathered_bytes(opt, state) if "zero1" in row else 0
-    assert sum(one.wire_bytes * one.calls for one in sent) == stated + gathered
-    assert not [one for one in sent if one.in_loop]
+    assert sum(collective.wire_bytes * collective.calls for collective in sent) == stated + gathered
+    assert not [collective for collective in sent if collective.in_loop]
 
 
 def gathered_bytes(opt, state):
@@ -280,15 +286,15 @@ def gathered_bytes(opt, state):
     total = 0
     for row in rows.values():
         if "data" in tuple(row.opt_state):
-            whole = row.bytes_total
+            held_bytes = row.bytes_total
             for axis in ("tensor", "pipeline"):
-                whole //= opt.mesh.shape[axis] if axis in tuple(row.opt_state) else 1
-            total += whole * (count - 1) // count
+                held_bytes //= opt.mesh.shape[axis] if axis in tuple(row.opt_state) else 1
+            total += held_bytes * (count - 1) // count
     return total
 
 
-def is_scalar(one):
-    return one.bytes <= 16 and one.kind == "all-reduce"
+def is_scalar(collective):
+    return collective.bytes <= 16 and collective.kind == "all-reduce"
 
 
 @pytest.mark.parametrize("placement", ["zero2", "fsdp"])

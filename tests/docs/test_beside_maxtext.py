@@ -35,12 +35,16 @@ def test_rows_have_names_of_their_own(script):
 
 
 def test_both_choose_from_one_list(script):
-    ours, theirs = (script.choices(who, script.TABLE[0]) for who in script.CONTENDERS)
-    assert ours.items() <= theirs.items()
-    assert set(theirs) == set(script.Choice._fields) - {"collective_matmul"}
+    ours, maxtext_choices = (
+        script.choices(contender, script.TABLE[0]) for contender in script.CONTENDERS
+    )
+    assert ours.items() <= maxtext_choices.items()
+    assert set(maxtext_choices) == set(script.Choice._fields) - {"collective_matmul"}
     # each begins with its own default, and tries the other's
     tensor = script.Row("v5p:4x4x4", 4096, 1, tensor=4)
-    assert [script.choices(who, tensor)["collective_matmul"] for who in script.CONTENDERS] == [
+    assert [
+        script.choices(contender, tensor)["collective_matmul"] for contender in script.CONTENDERS
+    ] == [
         (True,),
         (False,),
     ]
@@ -53,14 +57,14 @@ def test_both_choose_from_one_list(script):
 
 def test_both_begin_with_the_memory_that_compiler_options_allow(script):
     for topology, mebibytes in (("v5p:4x4x4", 48), ("v5e:16x16", 48), ("v6e:8x8", 96)):
-        for who in script.CONTENDERS:
+        for contender in script.CONTENDERS:
             tried = []
             script.search(
-                who,
+                contender,
                 script.Row(topology, 2048, 1),
                 lambda choice, tried=tried: tried.append(choice) or {},
             )
-            assert tried[0] == script.Choice(fused=who == "shardopt", vmem=mebibytes)
+            assert tried[0] == script.Choice(fused=contender == "shardopt", vmem=mebibytes)
             assert str(tried[0]).endswith(f", {mebibytes} MiB")
 
 
@@ -115,8 +119,10 @@ def test_the_claim_is_one_over_the_other(script):
 
 
 def test_the_picture_is_drawn_from_what_is_there(script, tmp_path):
-    found = {"shardopt": program(0.9, 6), "maxtext": program(1.0, 5)}
-    script.draw({"a row": found | script.compared(found), "not yet": {}}, tmp_path / "picture.png")
+    programs = {"shardopt": program(0.9, 6), "maxtext": program(1.0, 5)}
+    script.draw(
+        {"a row": programs | script.compared(programs), "not yet": {}}, tmp_path / "picture.png"
+    )
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -137,11 +143,11 @@ def test_a_row_is_compared_anew_or_labelled_old(script):
     new = [
         name
         for name, row in results.items()
-        if all("choice" in row[who] for who in script.CONTENDERS)
+        if all("choice" in row[contender] for contender in script.CONTENDERS)
     ]
     assert "llama3-8b v5p:4x4x4 4096 x 1" in new
     for name, row in results.items():
-        for who in script.CONTENDERS:
-            words = " ".join(row[who].get("words", []))
-            assert ("llama3.1" in words) == (name not in new and who == "maxtext"), name
+        for contender in script.CONTENDERS:
+            words = " ".join(row[contender].get("words", []))
+            assert ("llama3.1" in words) == (name not in new and contender == "maxtext"), name
         assert ("scheduled" in row["maxtext"]) == (name in new), name

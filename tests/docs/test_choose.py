@@ -12,14 +12,14 @@ import shardopt as so
 
 def rows(path, column):
     """Return {name: cells} of the rows with a call in this column."""
-    found = {}
+    cells_by_name = {}
     for line in (ROOT / path).read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if not line.startswith("|") or len(cells) <= column:
             continue
         if name := re.fullmatch(r"`(so\.\w+(?:\(stage=\d\))?)`", cells[column].split(",")[0]):
-            found.setdefault(name[1], cells)
-    return found
+            cells_by_name.setdefault(name[1], cells)
+    return cells_by_name
 
 
 @pytest.mark.parametrize("name", ["so.ddp", "so.zero(stage=1)", "so.zero(stage=2)", "so.fsdp"])
@@ -45,9 +45,9 @@ def test_every_name_in_the_tables_exists():
     names = re.findall(r"\bso\.([\w.]+)", text)
     assert len(names) > 20
     for name in names:
-        thing = so
+        attribute = so
         for part in name.split("."):
-            thing = getattr(thing, part)
+            attribute = getattr(attribute, part)
 
 
 def test_nothing_that_trains_is_left_out():

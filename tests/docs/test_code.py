@@ -82,8 +82,8 @@ def missing_names(block):
             }
     chains = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     used = {
-        modules[first] + dot + rest
-        for first, dot, rest in (c.partition(".") for c in chains)
+        modules[first] + dot + attributes
+        for first, dot, attributes in (c.partition(".") for c in chains)
         if first in modules
     }
     used |= set(modules.values())

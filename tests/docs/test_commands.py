@@ -75,8 +75,10 @@ def test_there_are_commands_to_check():
 
 def test_the_options_of_launch_are_all_told():
     text = (ROOT / "docs" / "commands.md").read_text()
-    told = re.findall(r"^\| `--([\w-]+)` \|", text, re.MULTILINE)
-    assert told == [field.name.replace("_", "-") for field in dataclasses.fields(LaunchOptions)]
+    option_names = re.findall(r"^\| `--([\w-]+)` \|", text, re.MULTILINE)
+    assert option_names == [
+        field.name.replace("_", "-") for field in dataclasses.fields(LaunchOptions)
+    ]
 
 
 def test_the_job_of_kubernetes_tells_each_pod_its_place():
@@ -84,9 +86,11 @@ def test_the_job_of_kubernetes_tells_each_pod_its_place():
     job = yaml.safe_load(block)
     template = job["spec"]["replicatedJobs"][0]["template"]["spec"]
     (container,) = template["template"]["spec"]["containers"]
-    told = {one["name"]: one.get("value") for one in container["env"]}
+    environment = {variable["name"]: variable.get("value") for variable in container["env"]}
     assert template["completionMode"] == "Indexed"
-    assert int(told["JAX_NUM_PROCESSES"]) == template["parallelism"] == template["completions"]
+    assert (
+        int(environment["JAX_NUM_PROCESSES"]) == template["parallelism"] == template["completions"]
+    )
     first = f"{job['metadata']['name']}-{job['spec']['replicatedJobs'][0]['name']}-0-0.{job['metadata']['name']}"
-    assert told["JAX_COORDINATOR_ADDRESS"].split(":")[0] == first
-    assert told["JAX_PROCESS_ID"] is None  # from the annotation
+    assert environment["JAX_COORDINATOR_ADDRESS"].split(":")[0] == first
+    assert environment["JAX_PROCESS_ID"] is None  # from the annotation

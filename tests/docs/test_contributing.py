@@ -19,10 +19,10 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 
 @pytest.fixture(scope="module")
 def space():
-    found = {}
+    namespace = {}
     for block in re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE):
-        exec(block, found)
-    return found
+        exec(block, namespace)
+    return namespace
 
 
 def loss_fn(params, batch):
@@ -59,8 +59,8 @@ def test_the_reducer_sends_the_bytes_it_states_and_forgets_nothing(space, mesh_o
         losses, losses_of(so.ddp(optax.sgd(0.3), mesh_of(data=4), loss_fn)), rtol=0.01
     )
     abstract = {"w": jax.ShapeDtypeStruct((32, 8), jnp.float32)}
-    found = audit(opt.step, opt.abstract_state(), batch_of(0)).of(axis="data", min_bytes=64)
-    sent = sum(one.wire_bytes * one.calls for one in found.collectives)
+    report = audit(opt.step, opt.abstract_state(), batch_of(0)).of(axis="data", min_bytes=64)
+    sent = sum(collective.wire_bytes * collective.calls for collective in report.collectives)
     # the scales, four bytes a chunk, are too small for the filter
     assert 0 <= reducer.wire_bytes(abstract, 4) - sent <= 2 * 3 * 4
 
@@ -84,8 +84,8 @@ def test_the_schedule_is_valid_and_trains_as_one_device(space, mesh_of):
     expected = jax.tree.map(
         lambda p, g: p - 0.1 * g, params, jax.jit(jax.grad(model.loss_fn))(params, batch)
     )
-    for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    for leaf, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=1e-5, atol=1e-6)
 
 
 def test_the_strategy_shards_every_leaf_and_is_fsdp(space, mesh_of):

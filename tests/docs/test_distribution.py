@@ -108,10 +108,12 @@ def imported():
 
     What is a program too, and must not wait for shardopt, imports modules beside it by their names.
     """
-    found = {}
+    importers = {}
     for path in (ROOT / "shardopt").rglob("*.py"):
         text = path.read_text()
-        beside = {one.stem for one in path.parent.glob("*.py")} if "__main__" in text else set()
+        beside = (
+            {sibling.stem for sibling in path.parent.glob("*.py")} if "__main__" in text else set()
+        )
         for node in ast.walk(ast.parse(text)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
@@ -121,8 +123,8 @@ def imported():
                 - beside
                 - sys.stdlib_module_names
             ):
-                found.setdefault(name, []).append(path.relative_to(ROOT).as_posix())
-    return found
+                importers.setdefault(name, []).append(path.relative_to(ROOT).as_posix())
+    return importers
 
 
 def test_what_is_imported_is_required(built):
@@ -130,8 +132,8 @@ def test_what_is_imported_is_required(built):
     required = about(built[1]).get_all("Requires-Dist")
     always = {re.match(r"[\w.-]+", line)[0].lower() for line in required if "extra ==" not in line}
     extras = {re.match(r"[\w.-]+", line)[0].lower() for line in required if "extra ==" in line}
-    found = {PROVIDES.get(name, name).lower(): places for name, places in imported().items()}
-    assert {name: places for name, places in found.items() if name not in always | extras} == {}
+    importers = {PROVIDES.get(name, name).lower(): places for name, places in imported().items()}
+    assert {name: places for name, places in importers.items() if name not in always | extras} == {}
     optional = {
         "flax",
         "grain",
@@ -141,8 +143,8 @@ def test_what_is_imported_is_required(built):
         "tyro",
     }
     # each in an extra, which the message names where it is missing
-    assert set(found) - always == optional
-    assert always - set(found) == {"jaxlib"}  # jax's other half, held at its version
+    assert set(importers) - always == optional
+    assert always - set(importers) == {"jaxlib"}  # jax's other half, held at its version
 
 
 def test_the_source_distribution_has_what_tests_and_docs_need_and_no_litter(built):
@@ -171,8 +173,8 @@ def test_the_wheel_made_of_the_source_distribution_is_the_same(built, tmp_path):
     with tarfile.open(built[0]) as archive:
         archive.extractall(tmp_path, filter="data")
     (source,) = tmp_path.iterdir()
-    (again,) = build(source, tmp_path / "dist", "wheel")
-    assert contents(again) == contents(built[1])
+    (rebuilt_wheel,) = build(source, tmp_path / "dist", "wheel")
+    assert contents(rebuilt_wheel) == contents(built[1])
 
 
 @pytest.mark.slow
@@ -199,8 +201,8 @@ def test_a_bare_environment_can_use_it(built, tmp_path):
 
     run(folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", built[1])
     assert run(folder / "bin" / "pip", "check") == "No broken requirements found.\n"
-    where = run(folder / "bin" / "python", "-c", "import shardopt; print(shardopt.__file__)")
-    assert Path(where.strip()).is_relative_to(folder)
+    location = run(folder / "bin" / "python", "-c", "import shardopt; print(shardopt.__file__)")
+    assert Path(location.strip()).is_relative_to(folder)
     done = subprocess.run(
         [folder / "bin" / "shardopt", "train"], env=environment, capture_output=True, text=True
     )

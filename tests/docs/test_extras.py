@@ -84,11 +84,11 @@ def test_the_error_names_the_extra(without_extras):
         ("data.batches", "grain", "data"),
         ("interop.nnx", "flax", "flax"),
     ]
-    told = "".join(
-        f"{who}: {what} is needed, which is not installed.\nFix: pip install 'shardopt[{extra}]'\n"
-        for who, what, extra in needed
+    message = "".join(
+        f"{module}: {library} is needed, which is not installed.\nFix: pip install 'shardopt[{extra}]'\n"
+        for module, library, extra in needed
     )
-    assert without_extras.stdout.endswith(f"{told}2\n")
+    assert without_extras.stdout.endswith(f"{message}2\n")
     assert without_extras.stderr.endswith(
         "error: shardopt: tyro is needed, which is not installed.\nFix: pip install"
         " 'shardopt[cli]'\n"

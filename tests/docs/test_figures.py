@@ -29,59 +29,61 @@ def rows(name, heading):
 
 
 def test_the_table_of_schedules_is_what_they_say():
-    found = rows("pipeline.md", "schedule")
-    assert len(found) == 12
-    for name, chunks, table, program, kept in found:
+    table_rows = rows("pipeline.md", "schedule")
+    assert len(table_rows) == 12
+    for name, chunks, table, program, activations in table_rows:
         options = {"num_chunks": int(chunks)} if chunks != "1" and "_v`" not in name else {}
         schedule = getattr(so.schedules, name.strip("`"))(4, 8, **options)
         assert (table, program) == (
             f"{schedule.bubble_fraction:.1%}",
             f"{schedule.program_bubble_fraction:.1%}",
         ), name
-        assert int(kept) == max(schedule.peak_activations), name
+        assert int(activations) == max(schedule.peak_activations), name
 
 
 def test_the_times_of_schedules_are_those_of_their_compiled_passes():
     known = results("schedules")["schedules"]
-    found = rows("notes/pipelines.md", "by these passes")
-    assert [name for name, *_ in found] == list(known)
-    for name, *told, kept in found:
+    table_rows = rows("notes/pipelines.md", "by these passes")
+    assert [name for name, *_ in table_rows] == list(known)
+    for name, *numbers, activations in table_rows:
         step = known[name]["step"]
-        assert told == [
+        assert numbers == [
             f"{1e3 * step[m][pace]:.0f}" for m in ("8", "32") for pace in ("program", "own_pace")
         ], name
-        assert float(kept) == step["8"]["activations"]
+        assert float(activations) == step["8"]["activations"]
         # of messages sent ahead every permute starts before the first pass of a tick and ends after
         # the last
         if "permutes_beside_passes" in known[name]["passes"]:
             permutes = 4 if "_v" in name else 2
             expected = permutes if "sent ahead" in name else 0
             assert known[name]["passes"]["permutes_beside_passes"] == expected, name
-    split, whole = (known[name]["passes"] for name in ("zero_bubble_lockstep", "eager_one_f_one_b"))
-    told = [split[kind]["seconds"] for kind in ("forward", "backward", "weight")] + [
-        whole["backward"]["seconds"]
+    split, fused_passes = (
+        known[name]["passes"] for name in ("zero_bubble_lockstep", "eager_one_f_one_b")
+    )
+    numbers = [split[kind]["seconds"] for kind in ("forward", "backward", "weight")] + [
+        fused_passes["backward"]["seconds"]
     ]
     assert rows("notes/pipelines.md", "a pass")[0][1:] == [
-        f"{1e3 * seconds:.1f}" for seconds in told
+        f"{1e3 * seconds:.1f}" for seconds in numbers
     ]
     flops = [split[kind]["flops"] for kind in ("forward", "backward", "weight")] + [
-        whole["backward"]["flops"]
+        fused_passes["backward"]["flops"]
     ]
     assert rows("notes/pipelines.md", "a pass")[1][1:] == [f"{count / 1e12:.2f}" for count in flops]
     assert {split[kind]["flops"] for kind in ("forward", "backward", "weight")} == {
-        whole["backward"]["flops"] / 2
+        fused_passes["backward"]["flops"] / 2
     }
 
 
 def test_losses_of_compressed_runs():
     contenders = results("convergence")["contenders"]
     names = {"`exact(jnp.bfloat16)`": "bf16", "`int8()`": "int8"}
-    for reducer, *told in rows("notes/convergence.md", "reducer"):
+    for reducer, *cells in rows("notes/convergence.md", "reducer"):
         keys = [
             f"{names.get(reducer, reducer.strip('`'))}, {how}"
             for how in ("error feedback", "none", "no warm-up")
         ]
-        assert told == [
+        assert cells == [
             f"{contenders[key]['ratio']:.3f}" if key in contenders else "" for key in keys
         ]
         assert [len(contenders[key]["losses"]) for key in keys if key in contenders][:2] == [3, 1]
@@ -147,23 +149,23 @@ def test_ratios_of_times():
 
 
 def test_optimizers_of_matrices():
-    found, text = results("matrices"), page("notes/matrices.md")
+    record, text = results("matrices"), page("notes/matrices.md")
     for name, rate, loss, share in rows("notes/matrices.md", "optimizer"):
-        row = found["runs"][name.strip("`")]
-        told = (
+        row = record["runs"][name.strip("`")]
+        wording = (
             f"{row['learning_rate']:g}",
             f"{statistics.mean(row['loss']):.3f}",
             f"{row['mean_share']:.2f}",
         )
-        assert (rate, loss, share) == told, name
-    assert f"width 32, on one device, {found['steps']} steps" in text
-    muon, soap = (found["runs"][name]["mean_share"] for name in ("muon", "soap"))
-    told = page("tour.md")
-    assert f"on {muon:.2f} (Muon) and {soap:.2f} (SOAP) of the tokens" in told
+        assert (rate, loss, share) == wording, name
+    assert f"width 32, on one device, {record['steps']} steps" in text
+    muon, soap = (record["runs"][name]["mean_share"] for name in ("muon", "soap"))
+    wording = page("tour.md")
+    assert f"on {muon:.2f} (Muon) and {soap:.2f} (SOAP) of the tokens" in wording
 
 
 def test_muon_beside_torch():
-    found, text = results("peers_muon")["sizes"], page("notes/matrices.md")
+    sizes, text = results("peers_muon")["sizes"], page("notes/matrices.md")
     names = {
         "AdamW, fsdp": "fsdp",
         "matrices": "muon",
@@ -171,18 +173,18 @@ def test_muon_beside_torch():
         "bf16": "muon",
         "fp32": "muon_fp32",
     }
-    for who, how, *told in rows("notes/matrices.md", "fsdp + Muon"):
-        name = f"{who} {names[how]}"
+    for library, how, *cells in rows("notes/matrices.md", "fsdp + Muon"):
+        name = f"{library} {names[how]}"
         expected = []
-        for size in found.values():
+        for size in sizes.values():
             expected += [
                 f"{1e3 * size['seconds_a_step'][name]:.0f}",
                 f"{size['bytes_a_step'][name] / 1e6:.1f}",
             ]
-        assert told == expected, name
-    ratios = [size["ratios"] for size in found.values()]
-    ours, theirs, both = (
-        [f"{one[key]:.2f}" for one in ratios]
+        assert cells == expected, name
+    ratios = [size["ratios"] for size in sizes.values()]
+    ours, torch_ratios, both = (
+        [f"{size_ratios[key]:.2f}" for size_ratios in ratios]
         for key in (
             "shardopt muon / shardopt fsdp",
             "torch muon / torch fsdp",
@@ -190,20 +192,20 @@ def test_muon_beside_torch():
         )
     )
     assert (
-        f"{ours[0]} and {ours[1]} times its AdamW's, torch's {theirs[0]} and {theirs[1]} times"
+        f"{ours[0]} and {ours[1]} times its AdamW's, torch's {torch_ratios[0]} and {torch_ratios[1]} times"
         in text
     )
     assert f"shardopt's takes {both[0]} and {both[1]} of torch's" in text
     assert f"takes {both[0]} to {both[1]} of one with torch's" in page("matrices.md")
-    agree = max(size["differences"]["torch muon_fp32"]["loss"] for size in found.values())
+    agree = max(size["differences"]["torch muon_fp32"]["loss"] for size in sizes.values())
     assert agree < 1e-6
-    assert max(size["differences"]["torch muon"]["loss"] for size in found.values()) < 1e-3
+    assert max(size["differences"]["torch muon"]["loss"] for size in sizes.values()) < 1e-3
     assert f"of torch {results('peers_muon')['torch'].partition('+')[0]}" in text
 
 
 def test_moments_in_8_bits():
-    found = results("eight_bit")["runs"]
-    rounded, plain = found["8 bits"], found["fp32"]
+    runs = results("eight_bit")["runs"]
+    rounded, plain = runs["8 bits"], runs["fp32"]
     text, share = page("notes/convergence.md"), rounded["state_bytes"] / plain["state_bytes"]
     assert f"ends at {rounded['ratio']:.3f} times the loss" in text
     assert f"takes {share:.2f} of the bytes" in text
@@ -211,15 +213,18 @@ def test_moments_in_8_bits():
 
 
 def test_losses_in_8_bits():
-    found, text = results("low_precision")["loss"], page("notes/low_precision.md")
-    exact = found["float32"]["losses"]
+    runs, text = results("low_precision")["loss"], page("notes/low_precision.md")
+    exact = runs["float32"]["losses"]
     assert f"float32 has {statistics.mean(exact):.3f}:" in text
     for precision in ("fp8", "int8"):
-        more = [b - a for a, b in zip(exact, found[precision]["losses"], strict=True)]
-        mean, error = statistics.mean(more), statistics.stdev(more) / len(more) ** 0.5
-        assert len(more) == 6
+        loss_increases = [b - a for a, b in zip(exact, runs[precision]["losses"], strict=True)]
+        mean, error = (
+            statistics.mean(loss_increases),
+            statistics.stdev(loss_increases) / len(loss_increases) ** 0.5,
+        )
+        assert len(loss_increases) == 6
         assert (
-            f"| {precision} | {mean:.3f} | {error:.3f} | {min(more):.3f} to {max(more):.3f} |"
+            f"| {precision} | {mean:.3f} | {error:.3f} | {min(loss_increases):.3f} to {max(loss_increases):.3f} |"
             in text
         )
     assert f"int8 costs {mean:.3f} nats, with a standard error of {error:.3f}" in page("models.md")
@@ -227,102 +232,107 @@ def test_losses_in_8_bits():
 
 
 def test_products_in_8_bits():
-    found, text = results("low_precision")["product"], page("notes/low_precision.md")
+    products, text = results("low_precision")["product"], page("notes/low_precision.md")
     plain, rounded = (
-        found[f"v6e:2x2 {precision}, default VMEM"]["milliseconds"]
+        products[f"v6e:2x2 {precision}, default VMEM"]["milliseconds"]
         for precision in ("bfloat16", "int8")
     )
     assert f"| together | {plain:.2f} | {rounded:.2f} |" in text
 
 
 def test_work_of_pipelines():
-    found = results("pipeline")
-    told = rows("notes/pipelines.md", "work of a step over no pipeline's")
+    record = results("pipeline")
+    table_rows = rows("notes/pipelines.md", "work of a step over no pipeline's")
     columns = [(part, size) for part in ("keeping", "recomputing") for size in ("large", "small")]
-    names = list(found["keeping"]["large"]["runs"])[1:]
-    assert [name for name, *_ in told] == names
-    for name, *cells in told:
+    names = list(record["keeping"]["large"]["runs"])[1:]
+    assert [name for name, *_ in table_rows] == names
+    for name, *cells in table_rows:
         assert cells == [
-            f"{found[part][size]['runs'][name]['of_plain']:.2f}" for part, size in columns
+            f"{record[part][size]['runs'][name]['of_plain']:.2f}" for part, size in columns
         ], name
-    assert max(row["ratio"] for row in found["program"].values()) < 1.004
-    left = {name: f"{size / 1e6:.1f}" for name, size in found["passes"]["bytes"].items()}
+    assert max(row["ratio"] for row in record["program"].values()) < 1.004
+    megabytes = {name: f"{size / 1e6:.1f}" for name, size in record["passes"]["bytes"].items()}
     text = page("notes/pipelines.md")
     assert (
-        f"B leaves {left['backward']} MB, and W reads these and {left['forward for weight']} of the"
+        f"B leaves {megabytes['backward']} MB, and W reads these and {megabytes['forward for weight']} of the"
         in text
     )
-    assert f"of the {left['forward']} MB that the forward leaves" in text
-    assert found["passes"]["operations"]["repeated"] < 0.001
+    assert f"of the {megabytes['forward']} MB that the forward leaves" in text
+    assert record["passes"]["operations"]["repeated"] < 0.001
 
 
 def test_asynchronous_runs():
     text = page("notes/asynchronous.md")
     slow = results("stragglers")["runs"]["one slower"]["None"]
-    told = (
+    claims = (
         f"{slow['ratio']:.2f} times the pushes",
         f"(formula {slow['formula_ratio']:.2f}, simulator {slow['simulated_ratio']:.2f}",
     )
     islands = results("async_local_sgd")["summary"]["asynchronous"]
-    told += (f"(x {islands['loss']:.3f}, three seeds)", f"in {islands['seconds']:.2f} of its time")
-    told += (
+    claims += (
+        f"(x {islands['loss']:.3f}, three seeds)",
+        f"in {islands['seconds']:.2f} of its time",
+    )
+    claims += (
         f"in {results('server')['apply']['adamw']['ratio']:.2f} times the time of optax alone",
     )
-    for words in told:
+    for words in claims:
         assert words in text, words
 
 
 def test_restarts():
-    found, text = results("restarts"), page("notes/restarts.md")
-    step, lost = found["first new step"], found["steps lost"]
+    record, text = results("restarts"), page("notes/restarts.md")
+    step, lost = record["first new step"], record["steps lost"]
     assert f"comes after {step['memory']:.1f} s from memory" in text
     assert f"after {step['disk']:.1f} s from the disk" in text
-    assert f"ratio of {found['rounds']} pairs is {step['ratio, median']:.2f}" in text
+    assert f"ratio of {record['rounds']} pairs is {step['ratio, median']:.2f}" in text
     assert f"({min(step['ratios']):.2f} to {max(step['ratios']):.2f})" in text
     assert f"Steps lost: {lost['memory']} against {lost['disk']}" in text
     assert f"at most {lost['largest, memory']} against {lost['largest, disk']}" in text
 
 
 def test_what_the_tpu_compiler_says():
-    compiled, found = results("pod")["compiles"], rows("notes/tpu_compiler.md", "model")
-    assert len(found) == 16
-    cells = {tuple(row[3:]) for row in found}
-    for one in compiled:
-        seconds = f"{one['compile_seconds']:.0f}"
-        if one.get("compile_cpu_seconds"):
-            seconds += f" ({one['compile_cpu_seconds']:.0f})"
-        memory = f"{one['peak_bytes'] / 1e9:.2f} of {one['hbm_bytes'] / 1e9:.0f}"
+    compiled, table_rows = results("pod")["compiles"], rows("notes/tpu_compiler.md", "model")
+    assert len(table_rows) == 16
+    cells = {tuple(row[3:]) for row in table_rows}
+    for program in compiled:
+        seconds = f"{program['compile_seconds']:.0f}"
+        if program.get("compile_cpu_seconds"):
+            seconds += f" ({program['compile_cpu_seconds']:.0f})"
+        memory = f"{program['peak_bytes'] / 1e9:.2f} of {program['hbm_bytes'] / 1e9:.0f}"
         ratios = (
-            f"{one['arguments_ratio']:.4f}",
-            f"{one['memory_ratio']:.3f}",
-            f"{one['flops_ratio']:.3f}",
+            f"{program['arguments_ratio']:.4f}",
+            f"{program['memory_ratio']:.3f}",
+            f"{program['flops_ratio']:.3f}",
         )
-        assert (seconds, memory, *ratios) in cells or one[
+        assert (seconds, memory, *ratios) in cells or program[
             "name"
-        ] == "llama3-8b v5p:4x4x4 replica=2 tensor=1", one["name"]
+        ] == "llama3-8b v5p:4x4x4 replica=2 tensor=1", program["name"]
 
 
 def test_long_rows():
     text = page("notes/long_rows.md")
-    found = {(row["length"], row["context"]): row for row in results("long_context")}
-    for (length, context), row in found.items():
+    measurements = {(row["length"], row["context"]): row for row in results("long_context")}
+    for (length, context), row in measurements.items():
         memory = f"{row['peak_bytes'] / 1e9:.1f} of {row['hbm_bytes'] / 1e9:.0f}"
         assert f"| {row['topology']} | {length:,} | {context} | {row['rows']} | {memory} |" in text
         assert f"| {row['step_milliseconds'] / 1e3:.2f} s |" in text
-    told = page("long_sequences.md")
+    summary = page("long_sequences.md")
     assert (
-        f"131,072 tokens fits on 64 v5p chips at {found[131_072, 8]['peak_bytes'] / 1e9:.0f} GB"
-        in told
+        f"131,072 tokens fits on 64 v5p chips at {measurements[131_072, 8]['peak_bytes'] / 1e9:.0f} GB"
+        in summary
     )
-    assert f"a million on 512 at {found[1_048_576, 64]['peak_bytes'] / 1e9:.0f} GB" in told
+    assert (
+        f"a million on 512 at {measurements[1_048_576, 64]['peak_bytes'] / 1e9:.0f} GB" in summary
+    )
 
 
 def test_predictions():
     text, pod = page("notes/predictions.md"), results("pod")
-    for held_out, told in ((False, "21 of 21"), (True, "8 of 10")):
+    for held_out, hits in ((False, "21 of 21"), (True, "8 of 10")):
         ratios = [row["memory_ratio"] for row in pod["memory"] if row["held_out"] is held_out]
         worst = max(ratios, key=lambda ratio: abs(ratio - 1))
-        assert f"median {statistics.median(ratios):.3f}, worst {worst:.3f} | 10%: {told}" in text
+        assert f"median {statistics.median(ratios):.3f}, worst {worst:.3f} | 10%: {hits}" in text
     for row in pod["published"]:
         cells = f"{row['predicted']:.1%} | {row['published']:.1%} | {row['ratio']:.2f}"
         assert f"| {row['name']} | {cells} |" in text
@@ -330,75 +340,82 @@ def test_predictions():
         pairs = zip(row["predicted_gbit"], row["paper_gbit"], strict=True)
         assert (
             f"| {row['name']} |"
-            f" {' | '.join(f'{ours:.3g} / {theirs:g}' for ours, theirs in pairs)} |" in text
+            f" {' | '.join(f'{ours:.3g} / {paper_gbit:g}' for ours, paper_gbit in pairs)} |" in text
         )
     assert sum(row["within_a_rung"] for row in pod["diloco"]) == 72
 
 
 def test_the_losses_of_experts_are_those_of_the_benchmark():
-    found, text = results("experts"), page("notes/experts.md")
-    assert all(found["claims"].values())
+    record, text = results("experts"), page("notes/experts.md")
+    assert all(record["claims"].values())
     losses = {
-        name: [f"{run['loss']:.3f}" for run in one["runs"]]
-        for name, one in found["contenders"].items()
+        name: [f"{run['loss']:.3f}" for run in contender["runs"]]
+        for name, contender in record["contenders"].items()
     }
     for name in ("experts, biases", "experts, loss", "dense"):
         assert "{}, {} and {}".format(*losses[name]) in text, name
     worst = {
-        name: max(run["imbalance"] for run in one["runs"])
-        for name, one in found["contenders"].items()
+        name: max(run["imbalance"] for run in contender["runs"])
+        for name, contender in record["contenders"].items()
     }
     assert f"at most {worst['experts, biases']:.2f} times" in text
     assert f"up to {worst['experts, nothing']:.2f} times" in text
 
 
 def test_what_the_tpu_compiler_says_of_experts():
-    found = results("experts_pod")
+    record = results("experts_pod")
     with imported("experts_pod") as script:
         cells = script.cells
     assert rows("notes/experts.md", "compiled") == [
-        cells(name, row["shardopt"]) for name, row in found.items()
+        cells(name, row["shardopt"]) for name, row in record.items()
     ]
-    for name, row in found.items():
-        one = row["shardopt"]
-        assert abs(one["memory_ratio"] - 1) < 0.05, name
-        assert abs(one["arguments_ratio"] - 1) < 1e-3, name
-        assert max(one["weights_ratio"], one["flops_ratio"], one["active_ratio"]) < 1.05, name
-    text, rest = page("notes/experts.md"), [row["shardopt"] for row in found.values()]
+    for name, row in record.items():
+        program = row["shardopt"]
+        assert abs(program["memory_ratio"] - 1) < 0.05, name
+        assert abs(program["arguments_ratio"] - 1) < 1e-3, name
+        assert (
+            max(program["weights_ratio"], program["flops_ratio"], program["active_ratio"]) < 1.05
+        ), name
+    text, programs = page("notes/experts.md"), [row["shardopt"] for row in record.values()]
     active = "{:.2f} (Mixtral) and {:.2f} (DeepSeek-V3)".format(
-        *(rest[i]["active_ratio"] for i in (0, -1))
+        *(programs[i]["active_ratio"] for i in (0, -1))
     )
     assert f"a step has {active} times the active flops" in text
-    overlap = rest[-1]["tile_overlap"]
+    overlap = programs[-1]["tile_overlap"]
     assert f"{overlap:.2f} times for DeepSeek-V3's 4,096 rows" in text
     assert f"of twice the `chunk` {(overlap + 1) / 2:.2f}." in text
-    fsdp, over = (found[f"mixtral-8x7b v5p:4x4x4 expert={size}"] for size in (1, 8))
-    deepseek = found["deepseek-v3 v5p:16x16x16 expert=64 replica=8"]
+    fsdp, over = (record[f"mixtral-8x7b v5p:4x4x4 expert={size}"] for size in (1, 8))
+    deepseek = record["deepseek-v3 v5p:16x16x16 expert=64 replica=8"]
     memory = [
-        one["memory"]["arguments"]
-        + one["memory"]["temporary"]
-        + one["memory"]["outputs"]
-        - one["memory"]["aliased"]
-        for one in (fsdp["maxtext"], over["maxtext"], fsdp["left_to_xla"], deepseek["left_to_xla"])
+        program["memory"]["arguments"]
+        + program["memory"]["temporary"]
+        + program["memory"]["outputs"]
+        - program["memory"]["aliased"]
+        for program in (
+            fsdp["maxtext"],
+            over["maxtext"],
+            fsdp["left_to_xla"],
+            deepseek["left_to_xla"],
+        )
     ]
     assert (
         f"{memory[2] / 1e9:.2f} (Mixtral, v5p, expert=1) and {memory[3] / 1e9:.2f} GB"
         " (DeepSeek-V3), and are est" in text
     )
     assert all(
-        row["left_to_xla"]["seconds"] >= row["shardopt"]["seconds"] for row in found.values()
+        row["left_to_xla"]["seconds"] >= row["shardopt"]["seconds"] for row in record.values()
     )
     assert (
         f"to {fsdp['maxtext']['seconds'] * 1e3:.0f} ms by the same estimates and"
         f" {memory[0] / 1e9:.2f} GB" in text
     )
     seconds = over["maxtext"]["seconds"] * 1e3, over["shardopt"]["seconds"] * 1e3
-    told = (
+    sentence = (
         f"{memory[1] / 1e9:.2f} GB, and by estimates that count all rows {seconds[0]:.0f} ms where"
         " shardopt's are"
     )
-    assert f"{told} {seconds[1]:.0f}." in text
-    v6e = [found[f"mixtral-8x7b v6e:8x8 expert={size}"] for size in (1, 8)]
+    assert f"{sentence} {seconds[1]:.0f}." in text
+    v6e = [record[f"mixtral-8x7b v6e:8x8 expert={size}"] for size in (1, 8)]
     seconds = [
         v6e[0]["maxtext"]["seconds"],
         v6e[1]["maxtext"]["seconds"],
@@ -430,7 +447,7 @@ def test_the_page_of_all_benchmarks_in_short():
         for name, row in results("beside_maxtext").items()
         if name.startswith("llama3-8b") and "=" not in name
     ]
-    told = [
+    claims = [
         (
             "error feedback with `int8` | held-out loss times"
             f" {losses['int8, error feedback']['ratio']:.3f}"
@@ -451,12 +468,12 @@ def test_the_page_of_all_benchmarks_in_short():
         f"0% to {max(proof):.0%} of it",
         f"is {min(memory):.2f} to {max(memory):.2f} of MaxText's for Llama 3 8B without tensor",
     ]
-    for words in told:
+    for words in claims:
         assert words in " ".join(text.split()), words
 
 
 def test_sums_between_processes():
-    for (jaxlib, *told), name in zip(
+    for (jaxlib, *cells), name in zip(
         rows("notes/compiler_errors.md", "jaxlib"),
         ("process_sums", "process_sums_0.12"),
         strict=True,
@@ -467,7 +484,7 @@ def test_sums_between_processes():
             f"{measured['wrong'][how]} of {measured['rounds']}"
             for how in ("reduce_scatter", "exchange")
         ]
-        assert told == [*wrong, f"{measured['reduce_scatter / exchange']['median']:.2f}"]
+        assert cells == [*wrong, f"{measured['reduce_scatter / exchange']['median']:.2f}"]
         assert jaxlib == record["versions"]["jaxlib"]
 
 
@@ -503,42 +520,42 @@ def test_goodput_next_to_published_runs():
 
 
 def test_silent_corruption():
-    found, name = results("silent_corruption"), "howto/silent_corruption.md"
-    told = [
+    record, name = results("silent_corruption"), "howto/silent_corruption.md"
+    expected_rows = [
         [strategy, every, f"{row['flops']:.3f}", f"{row['bytes sent']:.3f}"]
-        for strategy, costs in found["cost"].items()
+        for strategy, costs in record["cost"].items()
         for every, row in costs["times a plain step, by k"].items()
     ]
-    assert rows(name, "strategy | k") == told
+    assert rows(name, "strategy | k") == expected_rows
     counts = ("change the state", "found", "named")
-    told = [
+    expected_rows = [
         [strategy, *(f"{row['all'][count]:,}" for count in counts)]
-        for strategy, row in found["faults, k = 1"].items()
+        for strategy, row in record["faults, k = 1"].items()
     ]
-    assert rows(name, "strategy | faults that change the state") == told
-    further = found["faults in matrices and experts"]
-    told = [
-        [where, *(f"{row['all'][count]:,}" for count in (*counts, "suspected"))]
-        for where, row in further.items()
+    assert rows(name, "strategy | faults that change the state") == expected_rows
+    further = record["faults in matrices and experts"]
+    expected_rows = [
+        [setting, *(f"{row['all'][count]:,}" for count in (*counts, "suspected"))]
+        for setting, row in further.items()
     ]
-    assert rows(name, "strategy, k = 1") == told
+    assert rows(name, "strategy, k = 1") == expected_rows
     assert all(
         row["all"]["suspected"] == row["all"]["change the state"] for row in further.values()
     )
     kinds = ("transient", "stuck", "a stored shard")
-    told = [
-        [where, *(f"{row[kind]['found']} of {row[kind]['change the state']}" for kind in kinds)]
-        for where, row in found["faults, k > 1"].items()
+    expected_rows = [
+        [setting, *(f"{row[kind]['found']} of {row[kind]['change the state']}" for kind in kinds)]
+        for setting, row in record["faults, k > 1"].items()
     ]
-    assert rows(name, "strategy, k") == told
-    clean = found["clean steps"]
+    assert rows(name, "strategy, k") == expected_rows
+    clean = record["clean steps"]
     assert (sum(clean["steps"].values()), clean["false alarms"]) == (100_000, 0)
     assert "In 100,000 verified steps without a fault there was no false alarm." in page(name)
 
 
 def test_norms():
-    found, name = results("norms_cost"), "howto/loss_spike.md"
-    told = [
+    record, name = results("norms_cost"), "howto/loss_spike.md"
+    expected_rows = [
         [
             *row_name.partition(",")[0::2],
             f"{row['share of a step']['flops']:.2%}",
@@ -546,25 +563,28 @@ def test_norms():
             f"{row['share of a step']['seconds']:.1%}",
             str(row["smallest k"]["seconds"]),
         ]
-        for row_name, row in found.items()
+        for row_name, row in record.items()
     ]
-    told = [[strategy, size.strip().partition(",")[0], *shares] for strategy, size, *shares in told]
-    assert rows(name, "strategy | width x layers") == told
+    expected_rows = [
+        [strategy, size.strip().partition(",")[0], *shares]
+        for strategy, size, *shares in expected_rows
+    ]
+    assert rows(name, "strategy | width x layers") == expected_rows
     assert (
-        f"With `norms_every={max(row['smallest k']['seconds'] for row in found.values())}` or"
+        f"With `norms_every={max(row['smallest k']['seconds'] for row in record.values())}` or"
         " more" in page(name)
     )
-    read = [row["share of a step"]["bytes accessed"] for row in found.values()]
+    read = [row["share of a step"]["bytes accessed"] for row in record.values()]
     assert f"{min(read):.0%} to {max(read):.0%} of the bytes of a plain step" in page(name)
-    assert {row["further reduced arrays"] for row in found.values()} == {1}
-    assert max(row["further all-reduces"] for row in found.values()) == 1
+    assert {row["further reduced arrays"] for row in record.values()} == {1}
+    assert max(row["further all-reduces"] for row in record.values()) == 1
 
 
 def test_find_nan():
-    found, name = results("find_nan"), "howto/debug_a_nan.md"
-    told = [
+    record, name = results("find_nan"), "howto/debug_a_nan.md"
+    expected_rows = [
         [*row_name.split(", "), f"{row['core seconds']:.1f}"]
-        for row_name, row in found["searches"].items()
+        for row_name, row in record["searches"].items()
     ]
-    assert rows(name, "strategy | bad values") == told
-    assert f"a GPT of {found['parameters'] / 1e6:.1f} million parameters" in page(name)
+    assert rows(name, "strategy | bad values") == expected_rows
+    assert f"a GPT of {record['parameters'] / 1e6:.1f} million parameters" in page(name)

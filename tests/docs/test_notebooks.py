@@ -30,23 +30,23 @@ def shown(notebook):
     """Return what each cell shows, by kind: "stream", or the richest form of a result: image before
     html before text.
     """
-    found = []
+    cell_kinds = []
     for cell in notebook.cells:
         outputs = [
-            one
-            for one in cell.get("outputs", ())
-            if one.output_type != "stream" or one.name == "stdout"
+            output
+            for output in cell.get("outputs", ())
+            if output.output_type != "stream" or output.name == "stdout"
         ]
-        kinds = [min(one.data) if "data" in one else one.output_type for one in outputs]
+        kinds = [min(output.data) if "data" in output else output.output_type for output in outputs]
         # what a cell prints may arrive in pieces
-        found.append(
+        cell_kinds.append(
             [
                 kind
                 for i, kind in enumerate(kinds)
                 if kind != "stream" or kinds[i - 1 : i] != ["stream"]
             ]
         )
-    return found
+    return cell_kinds
 
 
 def test_there_are_eight_and_each_is_a_pair():
@@ -67,7 +67,7 @@ def test_a_notebook_is_its_script_with_outputs(script, tool):
     kinds = [kind for cell in shown(notebook) for kind in cell]
     assert "error" not in kinds
     assert kinds.count("image/png") >= 2
-    assert "stderr" not in [one.get("name") for cell in code for one in cell.outputs]
+    assert "stderr" not in [output.get("name") for cell in code for output in cell.outputs]
 
 
 @pytest.mark.slow

@@ -104,10 +104,10 @@ def check_data_position(results):
 
 
 def check_muon_under_fsdp(results):
-    more = {name: row["more"] for name, row in results.items()}
+    increases = {name: row["more"] for name, row in results.items()}
     assert (
-        more["experts, so.fsdp, matrices"]
-        < more["experts, marin's layout with data=1, update alone"] / 6
+        increases["experts, so.fsdp, matrices"]
+        < increases["experts, marin's layout with data=1, update alone"] / 6
     )
     for name in ("stacked blocks", "separate matrices"):
         row = results[f"{name}, so.fsdp, matrices"]

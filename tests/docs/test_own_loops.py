@@ -134,11 +134,11 @@ def train_by_vmap(tx, weights, batches):
 
 def check_equal(params, expected, tolerance):
     for name, leaf in expected.items():
-        found = np.asarray(params[name])
-        if found.ndim > leaf.ndim:  # parameters of all devices, after they were averaged
-            np.testing.assert_allclose(found, np.stack([found[0]] * DEVICES), atol=1e-12)
-            found = found[0]
-        np.testing.assert_allclose(found, leaf, rtol=tolerance, atol=tolerance)
+        param = np.asarray(params[name])
+        if param.ndim > leaf.ndim:  # parameters of all devices, after they were averaged
+            np.testing.assert_allclose(param, np.stack([param[0]] * DEVICES), atol=1e-12)
+            param = param[0]
+        np.testing.assert_allclose(param, leaf, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.fast
@@ -194,10 +194,10 @@ def test_zero_of_any_optimizer_equals_one_device(loop, name, monkeypatch, x64):
     expected = train_on_one_device(optimizer, *data_of("float64", monkeypatch))
     params, state, _ = train(loop, "zero", optimizer, monkeypatch)
     check_equal(params, expected, 1e-6 if name == "soap" else 1e-9)
-    whole = jax.tree.leaves(optimizer.init(data_of("float64", monkeypatch)[0]))
+    state_leaves = jax.tree.leaves(optimizer.init(data_of("float64", monkeypatch)[0]))
     stored = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
-    small = 8 * 12 * len(whole)  # counts, and the number of a device
-    assert stored <= sum(leaf.nbytes for leaf in whole) / DEVICES + small
+    small = 8 * 12 * len(state_leaves)  # counts, and the number of a device
+    assert stored <= sum(leaf.nbytes for leaf in state_leaves) / DEVICES + small
 
 
 @pytest.mark.parametrize("loop", LOOPS)
@@ -215,8 +215,10 @@ def test_a_batch_that_is_not_finite_is_skipped_on_all_devices(loop, monkeypatch,
     bad = jax.tree.map(np.copy, batches[2])
     bad["y"][5] = np.nan  # of one device
     expected = train_on_one_device(optax.adam(1e-2), weights, batches)
-    given = [*batches[:2], bad, *batches[2:]]
-    params, *_ = train(loop, "skip_anomalies", optax.adam(1e-2), monkeypatch, batches=given)
+    extended_batches = [*batches[:2], bad, *batches[2:]]
+    params, *_ = train(
+        loop, "skip_anomalies", optax.adam(1e-2), monkeypatch, batches=extended_batches
+    )
     check_equal(params, expected, 1e-9)
 
 

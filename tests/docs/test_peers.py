@@ -163,14 +163,17 @@ def test_others_are_compared_with_the_same_strategy_and_their_lines_are_counted_
 
 def test_a_contestant_is_run_by_the_python_that_has_its_library(load, tmp_path):
     jobs = load("jobs")
-    here, there = (
+    failing_contestant, missing_contestant = (
         jobs.Contestant("maxtext", "fsdp", 1, python)
         for python in ("/bin/false", "/nowhere/python")
     )
-    with pytest.raises(FileNotFoundError, match="/nowhere/python"), jobs.running(there, tmp_path):
+    with (
+        pytest.raises(FileNotFoundError, match="/nowhere/python"),
+        jobs.running(missing_contestant, tmp_path),
+    ):
         pass
     message = r"^maxtext fsdp did not take its first step\.\n"
-    with pytest.raises(RuntimeError, match=message), jobs.running(here, tmp_path):
+    with pytest.raises(RuntimeError, match=message), jobs.running(failing_contestant, tmp_path):
         pass
 
 
@@ -271,10 +274,10 @@ def test_jax_by_hand_takes_the_steps_of_shardopt(load, tmp_path):
     load("contestants.jax")
     config = task.Config(dim=32, num_layers=2, num_heads=2, batch=8, length=16)
     task.write_task(config, tmp_path, count=4)
-    here = task.Task(config, tmp_path, 0, 1)
+    local_task = task.Task(config, tmp_path, 0, 1)
     for strategy in ("ddp", "fsdp"):
         both = [
-            getattr(load(f"contestants.{library}"), strategy)(here)
+            getattr(load(f"contestants.{library}"), strategy)(local_task)
             for library in ("shardopt", "jax")
         ]
         with jax.numpy_rank_promotion("allow"):  # by hand, as people write it

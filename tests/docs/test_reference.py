@@ -69,13 +69,15 @@ def public():
 
     What several rooms hand on counts under its shortest name.
     """
-    found = {}
+    objects = {}
     for prefix, (room, names) in ROOMS.items():
         for name in names:
-            thing = getattr(room, name)
-            if not inspect.ismodule(thing) and all(thing is not other for other in found.values()):
-                found[prefix + name] = thing
-    return found
+            public_object = getattr(room, name)
+            if not inspect.ismodule(public_object) and all(
+                public_object is not other for other in objects.values()
+            ):
+                objects[prefix + name] = public_object
+    return objects
 
 
 PUBLIC = public()
@@ -108,11 +110,11 @@ def test_what_a_user_only_receives_is_a_documented_class_without_a_public_name(n
     kind = getattr(importlib.import_module(f"shardopt.{module}"), last)
     assert inspect.isclass(kind)
     assert told_by(kind)
-    assert all(kind is not thing for thing in PUBLIC.values())
+    assert all(kind is not public_object for public_object in PUBLIC.values())
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, thing in PUBLIC.items() if inspect.isroutine(thing)]
+    "name", [name for name, public_object in PUBLIC.items() if inspect.isroutine(public_object)]
 )
 def test_a_function_tells_what_it_does_and_every_argument(name):
     text = inspect.getdoc(PUBLIC[name]) or ""
@@ -124,8 +126,8 @@ def test_a_function_tells_what_it_does_and_every_argument(name):
     arguments = text.partition("Args:\n")[2].partition("\n\n")[0]
     elsewhere = "Arguments, result and errors are the same as for " in text
     if (len(inspect.signature(PUBLIC[name]).parameters) > 2 and not elsewhere) or arguments:
-        told = re.findall(r"^  \*{0,2}(\w+): ", arguments, re.MULTILINE)
-        assert sorted(told) == sorted(inspect.signature(PUBLIC[name]).parameters)
+        argument_names = re.findall(r"^  \*{0,2}(\w+): ", arguments, re.MULTILINE)
+        assert sorted(argument_names) == sorted(inspect.signature(PUBLIC[name]).parameters)
     notes = re.search(r"^\*\*", text, re.MULTILINE)
     last_section = max(
         text.find(f"\n{section}:\n") for section in ("Args", "Returns", "Raises", "Example")
@@ -134,7 +136,7 @@ def test_a_function_tells_what_it_does_and_every_argument(name):
 
 
 def test_a_class_has_a_docstring_of_its_own():
-    classes = [thing for thing in PUBLIC.values() if inspect.isclass(thing)]
+    classes = [public_object for public_object in PUBLIC.values() if inspect.isclass(public_object)]
     bare = [kind.__name__ for kind in classes if not told_by(kind)]
     assert bare == []
 

@@ -64,18 +64,29 @@ def test_equal_records_are_the_same(script, capsys):
 
 def test_the_order_of_collectives_does_not_count(script):
     assert (
-        script.compare(RECORD, changed(lambda found: found["ddp: step"]["collectives"].reverse()))
+        script.compare(
+            RECORD,
+            changed(
+                lambda programs_by_name: programs_by_name["ddp: step"]["collectives"].reverse()
+            ),
+        )
         == 0
     )
 
 
 @pytest.mark.parametrize(
-    "what", ["argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "flops"]
+    "field", ["argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "flops"]
 )
-def test_another_number_is_a_difference(script, capsys, what):
-    assert script.compare(RECORD, changed(lambda found: found["ddp: step"].update({what: 1}))) == 1
-    told = capsys.readouterr().out
-    assert told == f"ddp: step\n    {what}  {PROGRAM[what]} -> 1\n\n1 of 2 programs differ\n"
+def test_another_number_is_a_difference(script, capsys, field):
+    assert (
+        script.compare(
+            RECORD,
+            changed(lambda programs_by_name: programs_by_name["ddp: step"].update({field: 1})),
+        )
+        == 1
+    )
+    output = capsys.readouterr().out
+    assert output == f"ddp: step\n    {field}  {PROGRAM[field]} -> 1\n\n1 of 2 programs differ\n"
 
 
 @pytest.mark.parametrize(
@@ -85,13 +96,15 @@ def test_another_number_is_a_difference(script, capsys, what):
     ids=str,
 )
 def test_another_collective_is_a_difference(script, other):
-    after = changed(lambda found: found["ddp: step"]["collectives"][0].update(other))
+    after = changed(
+        lambda programs_by_name: programs_by_name["ddp: step"]["collectives"][0].update(other)
+    )
     assert {name for name, *_ in script.differences(*programs(RECORD, after))} == {"ddp: step"}
 
 
 def test_a_collective_that_is_gone_and_one_in_its_place_are_told(script, capsys):
-    def edit(found):
-        found["fsdp: step"]["collectives"][1] = PERMUTE | {"calls": 6, "count": 1}
+    def edit(programs_by_name):
+        programs_by_name["fsdp: step"]["collectives"][1] = PERMUTE | {"calls": 6, "count": 1}
 
     assert script.compare(RECORD, changed(edit)) == 1
     assert capsys.readouterr().out.splitlines()[:3] == [
@@ -103,7 +116,7 @@ def test_a_collective_that_is_gone_and_one_in_its_place_are_told(script, capsys)
 
 @pytest.mark.parametrize("swap", [False, True])
 def test_a_program_that_only_one_record_has_is_a_difference(script, swap):
-    pair = [RECORD, changed(lambda found: found.pop("ddp: step"))]
+    pair = [RECORD, changed(lambda programs_by_name: programs_by_name.pop("ddp: step"))]
     expected = [("ddp: step", "the program", "there", None)]
     if swap:
         pair, expected = pair[::-1], [("ddp: step", "the program", None, "there")]
@@ -127,7 +140,9 @@ def test_nothing_is_not_the_same(script):
 def test_two_files_are_compared(script, tmp_path, monkeypatch):
     paths = [tmp_path / name for name in ("before.json", "after.json")]
     for path, record in zip(
-        paths, (RECORD, changed(lambda found: found["ddp: step"].update(flops=1))), strict=True
+        paths,
+        (RECORD, changed(lambda programs_by_name: programs_by_name["ddp: step"].update(flops=1))),
+        strict=True,
     ):
         path.write_text(json.dumps(record))
     for other, code in ((paths[0], 0), (paths[1], 1)):
@@ -147,12 +162,15 @@ def test_a_compiled_program_tells_what_it_sends_and_holds(script):
     row = next(
         row for row in script.all_rows() if row.name == "diloco of ddp, replica=2 data=4, blocks"
     )
-    found = dict(script.programs_of(row))
-    assert set(found) == {f"{row.name}: step {step}" for step in (0, 1)}
-    over = [{tuple(one["axes"]) for one in program["collectives"]} for program in found.values()]
+    programs_by_name = dict(script.programs_of(row))
+    assert set(programs_by_name) == {f"{row.name}: step {step}" for step in (0, 1)}
+    over = [
+        {tuple(collective["axes"]) for collective in program["collectives"]}
+        for program in programs_by_name.values()
+    ]
     assert ("replica",) not in over[0]
     assert ("replica",) in over[1]
-    for program in found.values():
+    for program in programs_by_name.values():
         assert min(value for name, value in program.items() if name != "collectives") > 0
         assert program["output_bytes"] >= program["alias_bytes"]
 

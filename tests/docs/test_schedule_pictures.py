@@ -30,7 +30,7 @@ def test_boxes_of_all_passes_never_overlap_and_the_legend_names_them():
     figure = drawn(schedule)
     legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert legend == ["forward", "backward", "idle", "chunk 0", "chunk 2"]
-    extents = sorted((stage, left, right) for left, right, stage in boxes(figure))
+    extents = sorted((stage, left_edge, right) for left_edge, right, stage in boxes(figure))
     assert len(extents) == 2 * 3 * 2 * 4
     assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(extents))
 

@@ -75,7 +75,10 @@ def seconds(*lines, mesh=MESH, **options):
 def sums(step):
     """Return total, compute, exposed and hidden in nanoseconds."""
     assert step.total == step.compute + step.exposed
-    return [round(one * 1e9, 3) for one in (step.total, step.compute, step.exposed, step.hidden)]
+    return [
+        round(duration * 1e9, 3)
+        for duration in (step.total, step.compute, step.exposed, step.hidden)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +105,9 @@ def sums(step):
 def test_the_tensorcore_waits_for_a_synchronous_collective(config, expected):
     step = seconds(work("a", 10_000), gather("g", config=config), work("b", 5_000))
     assert sums(step) == [15_000 + expected, 15_000, expected, 0]
-    assert [(one.where, round(one.start * 1e9), round(one.end * 1e9)) for one in step.spans] == [
+    assert [
+        (span.where, round(span.start * 1e9), round(span.end * 1e9)) for span in step.spans
+    ] == [
         ("compute", 0, 10_000),
         ("exposed", 10_000, 10_000 + expected),
         ("data", 10_000, 10_000 + expected),
@@ -134,8 +139,10 @@ def test_the_sparse_core_sends_beside_the_tensorcore(beside, expected):
     lines = [STARTS, work("a", 10_000), UPDATES, work("b", beside), ENDS]
     step = seconds(*lines, more=SPARSE_CORE)
     assert sums(step) == expected
-    found = audit(program(*lines, more=SPARSE_CORE), mesh=MESH).collectives
-    assert [(one.asynchronous, one.wire_bytes) for one in found] == [(True, 28_000)]
+    collectives = audit(program(*lines, more=SPARSE_CORE), mesh=MESH).collectives
+    assert [(collective.asynchronous, collective.wire_bytes) for collective in collectives] == [
+        (True, 28_000)
+    ]
 
 
 def both(mesh_axes):
@@ -194,7 +201,9 @@ def test_a_loop_counts_as_often_as_it_turns():
     body = "\n  ".join([work("a", 10_000, inputs="%x"), gather("g", "%a")])
     step = seconds(loop(), more=LOOP.format(lines=body))
     assert sums(step) == [72_000, 30_000, 42_000, 0]
-    assert [(one.name, one.calls, one.waits) for one in step.operations] == [
+    assert [
+        (operation.name, operation.calls, operation.waits) for operation in step.operations
+    ] == [
         ("all-gather g", 3, True),
         ("a", 3, False),
     ]
@@ -204,7 +213,9 @@ def test_a_loop_counts_as_often_as_it_turns():
 def test_a_loop_without_collectives_is_not_walked_again_and_again():
     step = seconds(loop(), more=LOOP.format(lines=work("a", 10_000, inputs="%x")))
     assert sums(step) == [30_000, 30_000, 0, 0]
-    assert [(one.calls, one.seconds) for one in step.operations] == [(3, pytest.approx(30e-6))]
+    assert [(operation.calls, operation.seconds) for operation in step.operations] == [
+        (3, pytest.approx(30e-6))
+    ]
     assert len(step.spans) == 1
 
 
@@ -233,14 +244,14 @@ def piece(name, config):
 def test_a_collective_that_is_spread_over_fusions_runs_from_the_first_to_the_last():
     # in a ring, so over one axis: 28,000 from the start; 10,000 + 2,000 beside it
     config = '{"async_collective_fusion_config":{"flag_start":"-1","flag_end":"-1"}}'
-    more = "".join(piece(name, config) for name in ("first", "middle", "last"))
+    definitions = "".join(piece(name, config) for name in ("first", "middle", "last"))
     step = seconds(
         "%start = (f32[8000]{0}) fusion(%p), kind=kCustom, calls=%first",
         work("m", 10_000).replace("%fused", "%middle"),
         work("b", 2_000),
         "%done = f32[8000]{0} fusion(%m), kind=kCustom, calls=%last",
         work("c", 1_000),
-        more=more,
+        more=definitions,
     )
     assert sums(step) == [29_000, 13_000, 16_000, 12_000]
 
@@ -320,13 +331,13 @@ def test_between_slices_it_is_the_network():
     words = (
         '_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="r"'
     )
-    more = (
+    attributes = (
         "channel_id=2, is_host_transfer=true,"
         f' frontend_attributes={{{words},_xla_megascale_transfer_type="ALL_REDUCE"}}'
     )
     step = seconds(
-        f"%send = (f32[1000]{{0}}, u32[]{{:S(2)}}, token[]) send(%p), {more}",
-        f"%recv = (f32[1000]{{0}}, u32[]{{:S(2)}}, token[]) recv(%p), {more}",
+        f"%send = (f32[1000]{{0}}, u32[]{{:S(2)}}, token[]) send(%p), {attributes}",
+        f"%recv = (f32[1000]{{0}}, u32[]{{:S(2)}}, token[]) recv(%p), {attributes}",
         work("a", 10_000),
         "%recv-done = (f32[1000]{0}, token[]) recv-done(%recv), channel_id=1",
         work("b", 1_000),
@@ -559,9 +570,9 @@ StackFrames
 """
 
 
-def named(line, where):
+def named(line, location):
     return line.replace(
-        ", backend_config", f', metadata={{op_name="jit(step)/dot" {where}}}, backend_config'
+        ", backend_config", f', metadata={{op_name="jit(step)/dot" {location}}}, backend_config'
     )
 
 
@@ -572,7 +583,9 @@ def test_an_operation_says_which_line_made_it():
         work("none", 1),
     ]
     step = seconds(*lines, tables=TABLES)
-    assert [(one.name, one.source, one.op_name) for one in step.operations] == [
+    assert [
+        (operation.name, operation.source, operation.op_name) for operation in step.operations
+    ] == [
         ("new", "/home/me/model.py:42", "jit(step)/dot"),
         ("old", "/home/me/old.py:9", "jit(step)/dot"),
         ("none", "", ""),
@@ -584,8 +597,8 @@ def test_metadata_of_a_kernel_goes_over_several_lines():
         ', frontend_attributes={kernel_metadata={\n"xprof_metadata":"{\\"block_q\\": 512}"\n}}, '
     )
     lines = kernel("mine", f'{metadata}metadata={{op_name="pallas_call" stack_frame_id=5}}')
-    one, _ = seconds(*lines, tables=TABLES).operations
-    assert (one.op_name, one.source) == ("pallas_call", "/home/me/model.py:42")
+    operation, _ = seconds(*lines, tables=TABLES).operations
+    assert (operation.op_name, operation.source) == ("pallas_call", "/home/me/model.py:42")
 
 
 def test_it_prints_sums_the_dearest_and_what_was_assumed():
@@ -609,7 +622,9 @@ def test_it_prints_sums_the_dearest_and_what_was_assumed():
 
 def test_ten_operations_are_enough():
     step = seconds(*(work(f"a{at}", at + 1) for at in range(12)))
-    assert [one.name for one in step.operations] == [f"a{at}" for at in range(11, 1, -1)]
+    assert [operation.name for operation in step.operations] == [
+        f"a{at}" for at in range(11, 1, -1)
+    ]
     assert sums(step)[0] == 78
 
 
@@ -625,8 +640,8 @@ def test_where_nothing_is_estimated_it_says_so():
     )
     assert str(step) == f"step time unknown: {step.reason}"
     assert step.to_json()["total"] is None
-    here = step_seconds(jax.jit(jnp.sin), jnp.ones(4))
-    assert here.reason == step.reason
+    cpu_step = step_seconds(jax.jit(jnp.sin), jnp.ones(4))
+    assert cpu_step.reason == step.reason
     gpu = step_seconds(program(work("a", 1)), mesh=MESH, hardware="h100")
     assert gpu.reason == "h100 has no clock in which XLA estimates; only TPUs have."
 
@@ -650,11 +665,11 @@ def test_devices_tell_their_chip_and_halves_of_one_share_it():
     assert hardware_of(devices("TPU v5", (0, 0, 0), (1, 0, 0))) == HARDWARE["v5p"]
     assert hardware_of(devices("TPU v5 lite", (0, 0, 0))) == HARDWARE["v5e"]
     half = hardware_of(devices("TPU7x", (0, 0, 0), (0, 0, 0), (1, 0, 0), (1, 0, 0)))
-    whole = HARDWARE["tpu7x"]
+    chip = HARDWARE["tpu7x"]
     assert (half.flops, half.link_bandwidth, half.clock) == (
-        whole.flops / 2,
-        whole.link_bandwidth / 2,
-        whole.clock,
+        chip.flops / 2,
+        chip.link_bandwidth / 2,
+        chip.clock,
     )
     assert hardware_of(jax.devices()) is None
     assert hardware_of([]) is None
@@ -669,4 +684,4 @@ def test_clocks_are_those_of_the_matrix_units():
         assert HARDWARE[name].clock * count * 128 * 128 * 2 == pytest.approx(
             HARDWARE[name].flops, rel=0.005
         )
-    assert {one.name for one in HARDWARE.values() if one.clock} == set(units)
+    assert {chip.name for chip in HARDWARE.values() if chip.clock} == set(units)

@@ -57,7 +57,8 @@ def test_a_sum_between_processes_is_exchanged_and_the_same(dim, mesh_of, monkeyp
         f = per_device(run, mesh_of(data=4), in_specs=(P("data"),), out_specs=spec)
         lowered = jax.jit(so.mesh.on_mesh(mesh_of(data=4), f)).lower(x)
         return lowered.compile()(x), {
-            one.kind for one in so.hlo.audit(lowered, mesh=mesh_of(data=4)).collectives
+            collective.kind
+            for collective in so.hlo.audit(lowered, mesh=mesh_of(data=4)).collectives
         }
 
     one_process, kinds = step()

@@ -72,23 +72,23 @@ def whole(opt, tree):
 
 
 def main(folder):
-    found = {}
+    outcome = {}
     for schedule in SCHEDULES:
         opt = make_opt(schedule)
         state, losses = run(opt, opt.init(make_params()), 0, 2)
         so.save(folder / schedule, state)
-        state, more = run(opt, state, 2, 4)
-        again, _ = run(opt, so.restore(folder / schedule, opt), 2, 4)
+        state, later_losses = run(opt, state, 2, 4)
+        resumed_state, _ = run(opt, so.restore(folder / schedule, opt), 2, 4)
         held = sum(
             leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(state.params["blocks"])
         )
-        found[schedule] = {
-            "losses": losses + more,
+        outcome[schedule] = {
+            "losses": losses + later_losses,
             "params": whole(opt, state.params),
-            "again": whole(opt, again) == whole(opt, state),
+            "again": whole(opt, resumed_state) == whole(opt, state),
             "held": held,
         }
-    print(json.dumps(found))
+    print(json.dumps(outcome))
 
 
 if __name__ == "__main__":

@@ -54,14 +54,14 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("who", MAKE)
+@pytest.mark.parametrize("maker", MAKE)
 @pytest.mark.parametrize(
     ("rules", "message"), WRONG, ids=lambda value: "" if not isinstance(value, str) else value[4:30]
 )
-def test_rules_that_do_not_fit(who, rules, message):
+def test_rules_that_do_not_fit(maker, rules, message):
     with pytest.raises((TypeError, ValueError)) as caught:
-        MAKE[who](rules)
-    assert str(caught.value) == message.format(who)
+        MAKE[maker](rules)
+    assert str(caught.value) == message.format(maker)
 
 
 @pytest.mark.parametrize(

@@ -90,21 +90,21 @@ def test_refusals(name):
 
 
 def test_strategies_cannot_cross(message_of):
-    made = so.ddp(optax.sgd(0.1), so.make_mesh(), mean)
+    strategy = so.ddp(optax.sgd(0.1), so.make_mesh(), mean)
     fix = (
         "Fix: pass [lambda devices: so.fsdp(tx, so.make_mesh(devices=devices), loss_fn)] * 4, for"
         " four islands."
     )
     assert (
         message_of(
-            TypeError, so.parameter_server.async_local_sgd, [made], local_steps=1, backend="ray"
+            TypeError, so.parameter_server.async_local_sgd, [strategy], local_steps=1, backend="ray"
         )
         == "async_local_sgd: on Ray strategies must be functions, got ShardedOptimizer: devices"
         f" cannot cross.\n{fix}"
     )
     assert (
         message_of(
-            TypeError, so.parameter_server.async_local_sgd, made, local_steps=1, backend="ray"
+            TypeError, so.parameter_server.async_local_sgd, strategy, local_steps=1, backend="ray"
         )
         == "async_local_sgd: on Ray strategies must be a sequence of functions, got"
         f" ShardedOptimizer.\n{fix}"

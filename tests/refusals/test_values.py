@@ -60,7 +60,7 @@ def test_a_target_that_is_no_token_is_nan_and_so_is_its_gradient(target, options
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.int16])
 def test_a_target_of_minus_100_has_no_loss_and_no_gradient(options, dtype):
     targets = jnp.array([[0, 3, -100, 1, -100, 5]], dtype)
-    kept = np.array([0, 1, 3, 5])
+    positions = np.array([0, 1, 3, 5])
 
     def nats(x, targets):
         return so.nn.cross_entropy(x, HEAD, targets, **options)
@@ -71,7 +71,9 @@ def test_a_target_of_minus_100_has_no_loss_and_no_gradient(options, dtype):
     np.testing.assert_array_equal(nats(X, targets)[0, [2, 4]], 0)
     gradient = jax.grad(total)(X)
     np.testing.assert_array_equal(gradient[0, [2, 4]], 0)
-    np.testing.assert_allclose(total(X), nats(X[:, kept], targets[:, kept]).sum(), rtol=1e-5)
+    np.testing.assert_allclose(
+        total(X), nats(X[:, positions], targets[:, positions]).sum(), rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -94,8 +96,8 @@ def test_a_nan_token_changes_no_others_and_is_not_counted(options):
     np.testing.assert_array_equal(np.isnan(y[0]).all(axis=1), np.arange(6) == 0)
     assert np.isfinite(y[0, 1:]).all()
     np.testing.assert_allclose(statistics.load.sum(), 5 / 6, rtol=1e-6)
-    whole, _ = so.nn.mixture_of_experts(weights, X, router, top_k=2, **options)
-    np.testing.assert_allclose(y[0, 1:], whole[0, 1:], rtol=1e-5)
+    unbroken_y, _ = so.nn.mixture_of_experts(weights, X, router, top_k=2, **options)
+    np.testing.assert_allclose(y[0, 1:], unbroken_y[0, 1:], rtol=1e-5)
 
 
 def loss_of(name, batch):

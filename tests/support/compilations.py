@@ -7,13 +7,17 @@ import logging
 @contextlib.contextmanager
 def compilations():
     """Give the list of programs that are compiled meanwhile."""
-    logger, handler, found = logging.getLogger("jax._src.interpreters.pxla"), logging.Handler(), []
-    handler.emit = lambda record: found.append(record.getMessage())
+    logger, handler, messages = (
+        logging.getLogger("jax._src.interpreters.pxla"),
+        logging.Handler(),
+        [],
+    )
+    handler.emit = lambda record: messages.append(record.getMessage())
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     try:
-        yield found
+        yield messages
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)

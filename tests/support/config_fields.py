@@ -103,17 +103,19 @@ class Theirs:
         (folder / "config.json").write_text(json.dumps(config))
         tokens = torch.as_tensor(oracle.TOKENS[: oracle.SHOWN, :-1])
         try:
-            theirs = transformers.AutoConfig.from_pretrained(folder)
-            theirs._attn_implementation = "eager"
+            loaded_config = transformers.AutoConfig.from_pretrained(folder)
+            loaded_config._attn_implementation = "eager"
             with torch.device("meta"):
-                weights = transformers.AutoModelForCausalLM.from_config(theirs).state_dict()
+                weights = transformers.AutoModelForCausalLM.from_config(loaded_config).state_dict()
             if sum(weight.numel() for weight in weights.values()) > MOST_PARAMETERS:
                 return folder, None
             form = (
-                theirs.tie_word_embeddings,
+                loaded_config.tie_word_embeddings,
                 *((name, tuple(weight.shape)) for name, weight in weights.items()),
             )
-            model = transformers.AutoModelForCausalLM.from_config(theirs, dtype=torch.float32)
+            model = transformers.AutoModelForCausalLM.from_config(
+                loaded_config, dtype=torch.float32
+            )
             if form not in self._states:
                 self._states[form] = self._load(model, config, str(len(self._states)))
             state, file = self._states[form]
@@ -129,9 +131,9 @@ class Theirs:
         import transformers
         from safetensors import safe_open
 
-        made = self._folder / f"made{name}"
-        model.save_pretrained(made)
-        with safe_open(made / "model.safetensors", "np") as file:
+        model_folder = self._folder / f"made{name}"
+        model.save_pretrained(model_folder)
+        with safe_open(model_folder / "model.safetensors", "np") as file:
             shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         folder = oracle.write_folder(self._folder / name, config, shapes)
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype)

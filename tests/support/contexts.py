@@ -78,13 +78,13 @@ def difference(mesh, batch, *, order=None, causal=True, window=None, **how):
     gradient.
     """
     wanted = on_one_device(batch, causal, window)
-    given = batch if order is None else so.nn.zigzag(batch, mesh, order=order)
-    found = program(mesh, given, causal=causal, window=window, **how)(given)
+    permuted_batch = batch if order is None else so.nn.zigzag(batch, mesh, order=order)
+    outputs = program(mesh, permuted_batch, causal=causal, window=window, **how)(permuted_batch)
     if order is not None:
-        found = so.nn.zigzag(found, mesh, order=order, inverse=True)
-    for a, b in zip(found, wanted, strict=True):
+        outputs = so.nn.zigzag(outputs, mesh, order=order, inverse=True)
+    for a, b in zip(outputs, wanted, strict=True):
         assert a.dtype == b.dtype
     return max(
         float(np.max(np.abs(np.asarray(a) - np.asarray(b))))
-        for a, b in zip(found, wanted, strict=True)
+        for a, b in zip(outputs, wanted, strict=True)
     )

@@ -60,7 +60,7 @@ def diloco(
     warmup = warmup_steps
     step, gradient = _compiled(tx, loss)
     shared = jax.tree.map(np.asarray, params)
-    own = [params] * replicas
+    replica_params = [params] * replicas
     states = [tx.init(params)] * replicas
     velocity = jax.tree.map(np.zeros_like, shared)
     masks = fragment_masks(params, fragments, stages)
@@ -68,19 +68,24 @@ def diloco(
     for t, batch in enumerate(batches, start=1):
         rows = own_batches(batch, replicas)
         if t <= warmup:
-            grads = [gradient(own[0], one) for one in rows]
+            grads = [gradient(replica_params[0], entry) for entry in rows]
             mean = jax.tree.map(lambda *g: sum(g) / replicas, *grads)
-            updates, state = tx.update(mean, states[0], own[0])
-            own, states = [optax.apply_updates(own[0], updates)] * replicas, [state] * replicas
-            shared = jax.tree.map(np.asarray, own[0])
+            updates, state = tx.update(mean, states[0], replica_params[0])
+            replica_params, states = (
+                [optax.apply_updates(replica_params[0], updates)] * replicas,
+                [state] * replicas,
+            )
+            shared = jax.tree.map(np.asarray, replica_params[0])
             continue
-        results = [step(own[i], states[i], rows[i]) for i in range(replicas)]
-        own, states = [p for p, _ in results], [s for _, s in results]
+        results = [step(replica_params[i], states[i], rows[i]) for i in range(replicas)]
+        replica_params, states = [p for p, _ in results], [s for _, s in results]
         for f, mask in enumerate(masks):
             after = t - warmup
             if after % sync_every == (f + 1) * sync_every // fragments % sync_every:
                 mean = jax.tree.map(
-                    lambda s, *o: s - sum(np.asarray(x) for x in o) / replicas, shared, *own
+                    lambda s, *o: s - sum(np.asarray(x) for x in o) / replicas,
+                    shared,
+                    *replica_params,
                 )
                 pending[t + delay] = (mask, mean)
         if t in pending:
@@ -94,18 +99,18 @@ def diloco(
             shared = jax.tree.map(
                 lambda m, s, u: np.where(m > 0, s - outer["rate"] * u, s), mask, shared, ahead
             )
-            own = [
+            replica_params = [
                 jax.tree.map(
                     lambda m, s, x: jnp.asarray(
                         np.where(m > 0, (1 - mix) * s + mix * np.asarray(x), x)
                     ),
                     mask,
                     shared,
-                    one,
+                    entry,
                 )
-                for one in own
+                for entry in replica_params
             ]
-    return shared, own
+    return shared, replica_params
 
 
 @functools.cache

@@ -82,9 +82,9 @@ def _chosen(scores, bias, groups, top_k):
 
     if groups is not None:
         count, allowed = groups
-        apart = compared.reshape(*compared.shape[:2], count, -1)
-        worth = jnp.sort(apart, -1)[..., -2:].sum(-1)
-        compared = jnp.where(best(worth, allowed)[..., None], apart, -jnp.inf).reshape(
+        grouped_scores = compared.reshape(*compared.shape[:2], count, -1)
+        worth = jnp.sort(grouped_scores, -1)[..., -2:].sum(-1)
+        compared = jnp.where(best(worth, allowed)[..., None], grouped_scores, -jnp.inf).reshape(
             compared.shape
         )
     return best(compared, top_k)
@@ -99,9 +99,13 @@ def results(mixture, args, *, context=False, **how):
     shares = jax.lax.axis_size("context") if context else 1
     names = [name for name in ("weights", "x", "router", "shared") if name in args]
 
-    def loss(given):
+    def loss(arguments):
         y, statistics = mixture(
-            given["weights"], given["x"], given["router"], shared=given.get("shared"), **how
+            arguments["weights"],
+            arguments["x"],
+            arguments["router"],
+            shared=arguments.get("shared"),
+            **how,
         )
         if context:
             statistics = jax.tree.map(lambda a: jax.lax.pmean(a, "context"), statistics)
@@ -110,8 +114,10 @@ def results(mixture, args, *, context=False, **how):
         )
         return jnp.sum(y * args["wanted"]) + balance / shares, (y, statistics)
 
-    (_, found), grads = jax.value_and_grad(loss, has_aux=True)({name: args[name] for name in names})
-    return found, grads
+    (_, outputs), grads = jax.value_and_grad(loss, has_aux=True)(
+        {name: args[name] for name in names}
+    )
+    return outputs, grads
 
 
 def on_one_device(args, **how):
@@ -134,14 +140,14 @@ def program(mesh, args, *, travels=True, **how):
     names = [name for name in ("weights", "x", "router", "shared") if name in args]
 
     def f(args):
-        found, grads = results(
+        outputs, grads = results(
             so.nn.mixture_of_experts, args, context=mesh.shape["context"] > 1, **how
         )
         every = ("data", "expert", "context")
         for name in names:
             over = {"x": (), "weights": ("data", "context") if travels else every}.get(name, every)
             grads[name] = jax.lax.psum(grads[name], over) if over else grads[name]
-        return found, grads
+        return outputs, grads
 
     out = ((tokens, PartitionSpec(rows)), {name: specs[name] for name in names})
     manual = frozenset(MESH_AXES) - ({"tensor"} if mesh.shape["tensor"] > 1 else set())
@@ -151,12 +157,12 @@ def program(mesh, args, *, travels=True, **how):
     return jax.jit(run)
 
 
-def difference(found, wanted):
+def difference(actual, wanted):
     """Return the largest difference of two trees, relative to the largest number of each leaf (or
     1).
     """
     worst = 0.0
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
         assert a.shape == b.shape
         a, b = (np.asarray(x, np.float64) for x in (a, b))
         worst = max(worst, float(np.max(np.abs(a - b)) / max(1.0, np.max(np.abs(b)))))

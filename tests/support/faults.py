@@ -57,10 +57,10 @@ def damaged(x, code, active):
     """Return a float32 array with the fault of a code, if it is active."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32).reshape(-1)
     place, (_, kind, index, bit, _) = jnp.arange(bits.size), code
-    one = jnp.uint32(1) << bit.astype(jnp.uint32)
-    flipped = jnp.where(place == index % bits.size, bits ^ one, bits)
+    bit_mask = jnp.uint32(1) << bit.astype(jnp.uint32)
+    flipped = jnp.where(place == index % bits.size, bits ^ bit_mask, bits)
     lane = place % 4 == index % 4
-    stuck = jnp.where(lane, jnp.where(index % 2 == 0, bits | one, bits & ~one), bits)
+    stuck = jnp.where(lane, jnp.where(index % 2 == 0, bits | bit_mask, bits & ~bit_mask), bits)
     tile = jnp.where(place // 4 == (index % bits.size) // 4, jnp.roll(bits, 4), bits)
     faulty = jnp.where(kind == 0, flipped, jnp.where(kind == 1, stuck, tile))
     return jax.lax.bitcast_convert_type(
@@ -291,9 +291,9 @@ def same_bits(a, b):
     """Return whether all shards of two states are equal bit for bit."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return all(
-        np.asarray(one.data).tobytes() == np.asarray(other.data).tobytes()
+        np.asarray(shard.data).tobytes() == np.asarray(other.data).tobytes()
         for x, y in pairs
-        for one, other in zip(x.addressable_shards, y.addressable_shards, strict=True)
+        for shard, other in zip(x.addressable_shards, y.addressable_shards, strict=True)
     )
 
 

@@ -9,16 +9,16 @@ def groups_of(leaves, over):
     """Return positions of leaves (arrays or shapes, with shardings), a list a group, in order of
     appearance.
     """
-    found = {}
+    groups = {}
     for i, leaf in enumerate(leaves):
         mesh, named = (
             leaf.sharding.mesh,
             jax.tree.leaves([list(e) if isinstance(e, tuple) else e for e in leaf.sharding.spec]),
         )
-        found.setdefault(
+        groups.setdefault(
             frozenset(a for a in named if mesh.shape[a] > 1 and a not in over), []
         ).append(i)
-    return list(found.values())
+    return list(groups.values())
 
 
 def stated_bytes(reducer, leaves, over, paths=None):

@@ -52,6 +52,6 @@ def compare(
     interpreter = Interpreter(parse(program) if isinstance(program, str) else program)
     results = interpreter.run(interpreter.shard(inputs, input_shardings))
     return [
-        error_between(join(shards, sharding), np.asarray(whole))
-        for shards, sharding, whole in zip(results, outputs, expected, strict=True)
+        error_between(join(shards, sharding), np.asarray(whole_result))
+        for shards, sharding, whole_result in zip(results, outputs, expected, strict=True)
     ]

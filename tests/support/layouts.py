@@ -172,13 +172,17 @@ def disagreements(layout, batch_size, shape=SHAPE):
     """
     placed, held, sent = predicted(layout, batch_size, shape)
     program, table = compiled(layout, batch_size, shape), layout.table()
-    found, wrong = memory(program), []
+    measured_memory, wrong = memory(program), []
 
     positions = 2 * shape.length // layout.context if layout.context > 1 else shape.length + 1
     batch = batch_size // layout.data // layout.replica * positions * 4
-    if not found.arguments - 64 <= placed.params + placed.opt_state + batch <= found.arguments:
+    if (
+        not measured_memory.arguments - 64
+        <= placed.params + placed.opt_state + batch
+        <= measured_memory.arguments
+    ):
         wrong.append("arguments")
-    if not 0.90 * found.peak <= held.total <= 1.10 * found.peak:
+    if not 0.90 * measured_memory.peak <= held.total <= 1.10 * measured_memory.peak:
         wrong.append("memory")
 
     sizes = {axis: size for axis, size in layout.sizes.items() if axis != "replica" or size > 1}
@@ -191,15 +195,19 @@ def disagreements(layout, batch_size, shape=SHAPE):
             continue
         # what goes over several axes at once counts for the first of them: nothing else but sums of
         # the loss does
-        mine = [one for one in collectives if one.axes is not None and one.axes[0] == axis]
-        found_wire = sum(one.wire_bytes * (one.calls or 0) for one in mine)
+        mine = [
+            collective
+            for collective in collectives
+            if collective.axes is not None and collective.axes[0] == axis
+        ]
+        found_wire = sum(collective.wire_bytes * (collective.calls or 0) for collective in mine)
         if not math.isclose(wire, found_wire, rel_tol=0.15 if axis == "tensor" else 0.05):
             wrong.append(f"sent over {axis}")
 
     if layout.pipeline == 1:
         with imported("step_times") as step_times:
-            told = step_times.step_flops(placed.workload, layout, batch_size=batch_size)
-        if not math.isclose(told, inner_product_flops(program) or 0.0, rel_tol=0.05):
+            predicted_flops = step_times.step_flops(placed.workload, layout, batch_size=batch_size)
+        if not math.isclose(predicted_flops, inner_product_flops(program) or 0.0, rel_tol=0.05):
             wrong.append("flops")
     return wrong
 

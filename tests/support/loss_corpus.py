@@ -301,8 +301,8 @@ def batch_normalised(p, b):
 @mixing("google-research/simclr: objective.py")
 def simclr(p, b):
     z1, z2 = normalised(hidden(p, b["x"])), normalised(hidden(p, b["other"]))
-    own = jnp.eye(len(z1)) * 1e9
-    logits = jnp.concatenate([z1 @ z2.T, z1 @ z1.T - own], 1) / 0.1
+    self_mask = jnp.eye(len(z1)) * 1e9
+    logits = jnp.concatenate([z1 @ z2.T, z1 @ z1.T - self_mask], 1) / 0.1
     return jnp.mean(optax.softmax_cross_entropy(logits, jnp.eye(len(z1), 2 * len(z1))))
 
 

@@ -253,13 +253,13 @@ def answer(name, folder):
         model_type,
         **{name: value for name, value in (SMALL | changes).items() if value is not None},
     )
-    made = folder / "made"
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(made)
+    model_folder = folder / "made"
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model_folder)
     from safetensors import safe_open
 
-    with safe_open(made / "model.safetensors", "np") as file:
+    with safe_open(model_folder / "model.safetensors", "np") as file:
         shapes = {tensor: list(file.get_slice(tensor).get_shape()) for tensor in file.keys()}  # noqa: SIM118
-    written = json.loads((made / "config.json").read_text())
+    written = json.loads((model_folder / "config.json").read_text())
     written.pop("transformers_version", None)
     model = transformers.AutoModelForCausalLM.from_pretrained(
         write_folder(folder / "case", written, shapes),

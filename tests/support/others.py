@@ -379,9 +379,9 @@ def jraph_graphs():
 
     def loss_fn(params, batch):
         def of_row(graph):
-            told = forward(params, graph._replace(globals=jnp.zeros_like(graph.globals)))
+            prediction = forward(params, graph._replace(globals=jnp.zeros_like(graph.globals)))
             mask = jraph.get_graph_padding_mask(graph)
-            return jnp.sum(mask * (told.sum(-1) - graph.globals[:, 0]) ** 2), jnp.sum(mask)
+            return jnp.sum(mask * (prediction.sum(-1) - graph.globals[:, 0]) ** 2), jnp.sum(mask)
 
         totals, counts = jax.vmap(of_row)(batch)
         return so.losses.Weighted(totals.sum(), counts.sum())
@@ -529,8 +529,8 @@ def dpo():
 
     def loss_fn(params, batch):
         policy, reference = (
-            log_prob(params[who], batch["chosen"]) - log_prob(params[who], batch["rejected"])
-            for who in ("policy", "reference")
+            log_prob(params[role], batch["chosen"]) - log_prob(params[role], batch["rejected"])
+            for role in ("policy", "reference")
         )
         margin = 0.1 * (policy - jax.lax.stop_gradient(reference))
         return -jax.nn.log_sigmoid(margin).mean(), {"accuracy": jnp.mean(margin > 0)}

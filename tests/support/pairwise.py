@@ -42,7 +42,8 @@ def lighten(rows: list[dict], name: str, value) -> list[dict]:
     for row in rows:
         lost = [{name: row[name], other: row[other]} for other in row if other != name]
         if all(
-            any(row is not one and pair.items() <= one.items() for one in rows) for pair in lost
+            any(row is not candidate and pair.items() <= candidate.items() for candidate in rows)
+            for pair in lost
         ):
             row[name] = value
     return rows
@@ -55,12 +56,12 @@ def few(rows: list[dict], times: int = 1, *, start: Sequence[dict] = ()) -> list
     """
     chosen = list(start)
     for repeat in range(times):
-        left = [row for row in rows if row not in chosen]
-        missing = set().union(*map(_values, left))
+        unchosen_rows = [row for row in rows if row not in chosen]
+        missing = set().union(*map(_values, unchosen_rows))
         if repeat == 0:
             missing = missing.difference(*map(_values, start))
         while missing:
-            row = max(left, key=lambda row, missing=missing: len(missing & _values(row)))
+            row = max(unchosen_rows, key=lambda row, missing=missing: len(missing & _values(row)))
             missing = missing - _values(row)
             chosen.append(row)
     return chosen

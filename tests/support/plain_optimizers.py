@@ -9,7 +9,7 @@ def adam_step(m, v, t, b1, b2, eps):
 
 def soap(grads, *, b1, b2, eps, ridge, interval, first=10):
     """Yield what is to be subtracted, for a learning rate of 1."""
-    m = v = left = right = 0
+    m = v = left_factor = right = 0
     p, q = (np.eye(n) for n in grads[0].shape)
     for t, g in enumerate(grads):
         if t:
@@ -18,9 +18,9 @@ def soap(grads, *, b1, b2, eps, ridge, interval, first=10):
             yield p @ adam_step(turned, v, t, b1, b2, eps) @ q.T
         else:
             yield np.zeros_like(g)
-        left, right = b2 * left + (1 - b2) * g @ g.T, b2 * right + (1 - b2) * g.T @ g
+        left_factor, right = b2 * left_factor + (1 - b2) * g @ g.T, b2 * right + (1 - b2) * g.T @ g
         for _ in range(first if t == 0 else t % interval == 0):
             p, q = (
                 np.linalg.qr(x @ y + ridge * np.trace(x) / len(x) * y)[0]
-                for x, y in ((left, p), (right, q))
+                for x, y in ((left_factor, p), (right, q))
             )

@@ -85,13 +85,15 @@ def jitted(tx: optax.GradientTransformation) -> optax.GradientTransformationExtr
     return optax.GradientTransformationExtraArgs(jax.jit(tx.init), jax.jit(tx.update))
 
 
-def relative_difference(found, expected) -> float:
+def relative_difference(actual, expected) -> float:
     """Return the largest difference of any leaf, relative to that leaf's largest magnitude.
 
     NaN if there is a NaN.
     """
     worst = 0.0
-    for a, b in zip(jax.tree.leaves(jax.device_get(found)), jax.tree.leaves(expected), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(jax.device_get(actual)), jax.tree.leaves(expected), strict=True
+    ):
         scale = np.max(np.abs(b)) or 1.0
         difference = np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64))) / scale
         worst = np.maximum(worst, difference)  # max() would drop a NaN
@@ -107,12 +109,12 @@ def trains_as_one_device(opt, case, tx):
     np.testing.assert_allclose(
         opt.evaluate(state, case.batches[0])["loss"], expected[0][0], rtol=1e-10
     )
-    found = []
+    history = []
     for batch in case.batches:
         state, metrics = opt.step(state, batch)
-        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+        history.append((float(metrics["loss"]), float(metrics["grad_norm"])))
     assert relative_difference(state.params, final) <= 1e-10
-    np.testing.assert_allclose(found, expected, rtol=1e-10)
+    np.testing.assert_allclose(history, expected, rtol=1e-10)
 
 
 def same_bits(a, b):

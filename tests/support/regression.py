@@ -81,11 +81,11 @@ def waiting_for_joins():
             worker: {number: threading.Event() for number in numbers}
             for worker, numbers in joins.items()
         }
-        left = {worker: iter(events.values()) for worker, events in came.items()}
+        pending_events = {worker: iter(events.values()) for worker, events in came.items()}
 
         def batches_that_wait(worker):
             if worker in joins:
-                next(left[worker], threading.Event()).set()
+                next(pending_events[worker], threading.Event()).set()
             for number, batch in enumerate(batches_of(worker)):
                 for other, events in came.items():
                     assert other == worker or number not in events or events[number].wait(60)

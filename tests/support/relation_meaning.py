@@ -121,7 +121,7 @@ def check_rule(case: RuleCase, rng: np.random.Generator, draws: int = 1) -> list
                 _draw_operand(rng, operand, case.num_pieces, equal_draws)
                 for operand in case.operands
             ]
-            (whole_results,) = _run(case, jaxprs[0], [[whole] for whole, _ in pairs])
+            (whole_results,) = _run(case, jaxprs[0], [[whole_value] for whole_value, _ in pairs])
             piece_results = _run(case, jaxprs[1], [pieces for _, pieces in pairs])
             for k, relation in enumerate(relations):
                 if not equal_draws and is_drawn(relation):
@@ -150,14 +150,16 @@ def _check_over_other_axis(
         function = jax.vmap(jex.jaxpr_as_fun(jaxpr), axis_name=OTHER_AXIS)
         return function(*[np.stack(of_devices) for of_devices in zip(*values, strict=True)])
 
-    whole = results(jaxprs[0], [[pair[0] for pair in pairs] for pairs in drawn])
+    whole_results = results(jaxprs[0], [[pair[0] for pair in pairs] for pairs in drawn])
     pieces = [
         results(jaxprs[1], [[pair[1][i] for pair in pairs] for pairs in drawn])
         for i in range(case.num_pieces)
     ]
     for device, pairs in enumerate(drawn):
         for k, relation in enumerate(relations):
-            problem = violation(relation, whole[k][device], [piece[k][device] for piece in pieces])
+            problem = violation(
+                relation, whole_results[k][device], [piece[k][device] for piece in pieces]
+            )
             assert problem is None, _message(case, jaxprs, relations, k, problem, pairs)
 
 
@@ -243,12 +245,12 @@ def draw_pair(
         _spread(_times(base, ratio.denominator, dtype), shapes[1], other_dims) for base in bases
     ]
     scaled = [_times(base, ratio.numerator, dtype) for base in bases]
-    whole = (
+    whole_value = (
         np.sum(scaled, 0, dtype=dtype)
         if isinstance(relation, Total)
         else joined_pieces(relation, scaled)
     )
-    return _spread(whole, shapes[0], other_dims), pieces
+    return _spread(whole_value, shapes[0], other_dims), pieces
 
 
 def any_numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -328,27 +330,29 @@ def joined_pieces(relation: Split, pieces: Sequence[np.ndarray]) -> np.ndarray:
 # --- checking -------------------------------------------------------------------------------------
 
 
-def violation(relation: Relation, whole: Any, pieces: Sequence[Any]) -> str | None:
+def violation(relation: Relation, whole_value: Any, pieces: Sequence[Any]) -> str | None:
     """Return why a value of the whole batch and its values on pieces do not have a relation.
 
     None if they have it.
     """
     if isinstance(relation, Unrelated):
         return None
-    whole, pieces = np.asarray(whole), [np.asarray(piece) for piece in pieces]
-    shapes = whole.shape, pieces[0].shape
+    whole_value, pieces = np.asarray(whole_value), [np.asarray(piece) for piece in pieces]
+    shapes = whole_value.shape, pieces[0].shape
     if isinstance(relation, Known):
-        return _known_violation(relation, whole, pieces)
+        return _known_violation(relation, whole_value, pieces)
     if isinstance(relation, Columns):
-        if len(relation.columns) != whole.shape[-1]:
+        if len(relation.columns) != whole_value.shape[-1]:
             return "it has another number of columns"
         problems = [
-            violation(column, whole[..., k : k + 1], [piece[..., k : k + 1] for piece in pieces])
+            violation(
+                column, whole_value[..., k : k + 1], [piece[..., k : k + 1] for piece in pieces]
+            )
             for k, column in enumerate(relation.columns)
         ]
         return next((problem for problem in problems if problem), None)
-    tolerance = _tolerance([whole, *pieces])
-    whole, pieces = _exact(whole), [_exact(piece) for piece in pieces]
+    tolerance = _tolerance([whole_value, *pieces])
+    whole_value, pieces = _exact(whole_value), [_exact(piece) for piece in pieces]
     row_dim = (
         relation.dim
         if isinstance(relation, Split)
@@ -359,7 +363,7 @@ def violation(relation: Relation, whole: Any, pieces: Sequence[Any]) -> str | No
     for dim in differing_dims(shapes):
         if dim != row_dim and not all(
             _equal(value, np.broadcast_to(value.take([0], dim), value.shape), 0)
-            for value in (whole, *pieces)
+            for value in (whole_value, *pieces)
             if value.size
         ):
             return f"its entries along dim {dim}, of equal entries, differ"
@@ -368,15 +372,17 @@ def violation(relation: Relation, whole: Any, pieces: Sequence[Any]) -> str | No
         if sizes[0] != sizes[1] * len(pieces) or sizes[1] % relation.blocks:
             return f"its dim {relation.dim} has sizes {sizes}"
     dims = [dim for dim in differing_dims(shapes) if dim != row_dim]
-    whole, pieces = _unspread(whole, dims), [_unspread(piece, dims) for piece in pieces]
+    whole_value, pieces = _unspread(whole_value, dims), [_unspread(piece, dims) for piece in pieces]
     if isinstance(relation, Shifted):
-        return _shifted_violation(relation, whole, pieces, tolerance)
+        return _shifted_violation(relation, whole_value, pieces, tolerance)
     if isinstance(relation, Extreme):
         reduce = np.maximum if relation.kind == "max" else np.minimum
         extreme = pieces[0]
         for piece in pieces[1:]:
             extreme = reduce(extreme, piece)
-        return None if _equal(whole, extreme, 0) else f"{whole} is not the {relation.kind}"
+        return (
+            None if _equal(whole_value, extreme, 0) else f"{whole_value} is not the {relation.kind}"
+        )
     if isinstance(relation, Same):
         alike = all(_equal(pieces[0], piece, tolerance) for piece in pieces)
         expected = pieces[0]
@@ -386,17 +392,17 @@ def violation(relation: Relation, whole: Any, pieces: Sequence[Any]) -> str | No
         expected = sum(pieces[1:], start=pieces[0])
     else:
         expected = joined_pieces(relation, pieces)
-    numerator, denominator = _fraction(relation.ratio, whole)
-    if _equal(whole * denominator, expected * numerator, tolerance):
+    numerator, denominator = _fraction(relation.ratio, whole_value)
+    if _equal(whole_value * denominator, expected * numerator, tolerance):
         return None
-    return f"{whole} is not {relation.ratio} times {expected}"
+    return f"{whole_value} is not {relation.ratio} times {expected}"
 
 
 def _known_violation(
-    relation: Known, whole: np.ndarray, pieces: Sequence[np.ndarray]
+    relation: Known, whole_value: np.ndarray, pieces: Sequence[np.ndarray]
 ) -> str | None:
     for known, value in [
-        (relation.whole_values, whole),
+        (relation.whole_values, whole_value),
         *[(relation.piece_values, piece) for piece in pieces],
     ]:
         try:
@@ -409,7 +415,7 @@ def _known_violation(
 
 
 def _shifted_violation(
-    relation: Shifted, whole: np.ndarray, pieces: Sequence[np.ndarray], tolerance: float
+    relation: Shifted, whole_value: np.ndarray, pieces: Sequence[np.ndarray], tolerance: float
 ) -> str | None:
     """Return why there are no rows Q_i and totals T_i with W = r concat(Q_i) + c sum T_i and P_i =
     Q_i + T_i.
@@ -419,7 +425,7 @@ def _shifted_violation(
     """
     rows, share = relation.split, relation.total.ratio
     numbers = joined_pieces(rows, [np.full(piece.shape, i) for i, piece in enumerate(pieces)])
-    residuals = whole - float(rows.ratio) * joined_pieces(rows, pieces)
+    residuals = whole_value - float(rows.ratio) * joined_pieces(rows, pieces)
     sums = 0.0
     for i in range(len(pieces)):
         of_piece = np.moveaxis(residuals, rows.dim, -1)[np.moveaxis(numbers, rows.dim, -1) == i]
@@ -451,8 +457,8 @@ def _exact(value: np.ndarray) -> np.ndarray:
     return value if value.dtype.kind == "c" else value.astype(np.float64)
 
 
-def _fraction(ratio: Fraction, whole: np.ndarray) -> tuple[Any, Any]:
-    if whole.dtype != object:
+def _fraction(ratio: Fraction, whole_value: np.ndarray) -> tuple[Any, Any]:
+    if whole_value.dtype != object:
         return float(ratio), 1
     return ratio.numerator, ratio.denominator
 
@@ -524,14 +530,16 @@ def _check_gradients(
         _, pull_back = jax.vjp(of_operands, *[jnp.asarray(values[i]) for i in operands])
         return [np.asarray(cotangent) for cotangent in pull_back(cotangents)]
 
-    whole = pulled_back(jaxprs[0], [pair[0] for pair in pairs], [pair[0] for pair in cotangents])
+    whole_gradients = pulled_back(
+        jaxprs[0], [pair[0] for pair in pairs], [pair[0] for pair in cotangents]
+    )
     pieces = [
         pulled_back(jaxprs[1], [pair[1][i] for pair in pairs], [pair[1][i] for pair in cotangents])
         for i in range(case.num_pieces)
     ]
     for k, i in enumerate(operands):
         relation = _relation_of_cotangent(case.operands[i].relation)
-        problem = violation(relation, whole[k], [piece[k] for piece in pieces])
+        problem = violation(relation, whole_gradients[k], [piece[k] for piece in pieces])
         assert problem is None, _message(case, jaxprs, relations, i, f"gradient: {problem}", pairs)
 
 
@@ -552,8 +560,8 @@ def _draw_cotangent(
     if isinstance(cotangent, Same):
         return cotangent.ratio * pieces[0], [pieces[0]] * case.num_pieces
     assert isinstance(cotangent, Split | Total)
-    whole = sum(pieces) if isinstance(cotangent, Total) else joined_pieces(cotangent, pieces)
-    return np.asarray(cotangent.ratio * whole), pieces
+    whole_value = sum(pieces) if isinstance(cotangent, Total) else joined_pieces(cotangent, pieces)
+    return np.asarray(cotangent.ratio * whole_value), pieces
 
 
 def _message(
@@ -590,11 +598,11 @@ def draw_shapes(
     Up to `most_uneven` dims have other sizes in the whole trace: n times the size in most cases.
     """
     piece = [int(rng.choice(sizes)) for _ in range(ndim)]
-    whole = list(piece)
+    whole_shape = list(piece)
     for dim in rng.permutation(ndim)[: rng.integers(0, most_uneven + 1)]:
         factor = num_pieces if rng.random() < 0.85 else int(rng.integers(2, 5))
-        whole[dim] = piece[dim] * factor
-    return tuple(whole), tuple(piece)
+        whole_shape[dim] = piece[dim] * factor
+    return tuple(whole_shape), tuple(piece)
 
 
 KINDS = (Same, Split, Total, Shifted, Extreme, Known)
@@ -633,8 +641,8 @@ def draw_relation(
     dtype = np.dtype(dtype)
     row_dims = [
         dim
-        for dim, (whole, piece) in enumerate(zip(*shapes, strict=True))
-        if whole == piece * num_pieces and piece
+        for dim, (whole_size, piece) in enumerate(zip(*shapes, strict=True))
+        if whole_size == piece * num_pieces and piece
     ]
     fitting = [kind for kind in kinds if kind not in (Split, Shifted) or row_dims]
     if dtype.kind not in "iufcV":
@@ -685,13 +693,13 @@ def _draw_known(
     rng: np.random.Generator, shapes: Shapes, dtype: np.dtype, num_pieces: int
 ) -> Known:
     style = rng.choice(["equal", "ratio", "rows", "any", "zeros"])
-    ones = tuple(1 for _ in shapes[0])
+    unit_shape = tuple(1 for _ in shapes[0])
     if style == "zeros":
-        return Known(np.zeros(ones, dtype), np.zeros(ones, dtype))
+        return Known(np.zeros(unit_shape, dtype), np.zeros(unit_shape, dtype))
     if style in ("equal", "ratio"):
         uneven = differing_dims(shapes)
         ratio = Fraction(1) if style == "equal" else draw_ratio(rng, dtype, num_pieces)
-        whole, pieces = draw_pair(
+        whole_value, pieces = draw_pair(
             rng,
             Same(ratio),
             tuple(
@@ -701,7 +709,7 @@ def _draw_known(
             dtype,
             num_pieces,
         )
-        return Known(whole, pieces[0])
+        return Known(whole_value, pieces[0])
     piece = any_numbers(rng, shapes[1], dtype)
     dims = differing_dims(shapes)
     if style == "rows" and len(dims) == 1 and shapes[0][dims[0]] == shapes[1][dims[0]] * num_pieces:

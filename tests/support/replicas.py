@@ -156,14 +156,14 @@ def rows_of():
 
 
 @pytest.fixture(scope="session")
-def apart():
+def max_difference():
     """Return a function from (found, expected), trees or lists of them, to their largest relative
     difference.
     """
 
-    def compare(found, expected):
+    def compare(actual, expected):
         if isinstance(expected, list):
-            return max(relative_difference(a, b) for a, b in zip(found, expected, strict=True))
-        return relative_difference(found, expected)
+            return max(relative_difference(a, b) for a, b in zip(actual, expected, strict=True))
+        return relative_difference(actual, expected)
 
     return compare

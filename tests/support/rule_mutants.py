@@ -89,8 +89,8 @@ def _path(file: str) -> Path:
 def mutants(file: str) -> Iterator[Mutant]:
     """Yield every mutant of a file of `shardopt/separability`."""
     for function, places in _places(ast.parse(_path(file).read_text())):
-        for number, (line, what, _) in enumerate(places):
-            yield Mutant(f"{file}.py:{line} {function}: {what}", file, function, number)
+        for number, (line, change, _) in enumerate(places):
+            yield Mutant(f"{file}.py:{line} {function}: {change}", file, function, number)
 
 
 Place = tuple[int, str, Callable[[], None]]
@@ -279,12 +279,12 @@ class Bench:
                         meaning._draw_operand(rng, operand, case.case.num_pieces, equal_draws)
                         for operand in case.case.operands
                     ]
-                    whole = list(map(np.asarray, runs[0](*[pair[0] for pair in pairs])))
+                    whole_values = list(map(np.asarray, runs[0](*[pair[0] for pair in pairs])))
                     pieces = [
                         list(map(np.asarray, runs[1](*[pair[1][i] for pair in pairs])))
                         for i in range(case.case.num_pieces)
                     ]
-                    worlds.append((equal_draws, whole, pieces))
+                    worlds.append((equal_draws, whole_values, pieces))
             self._worlds[case.label] = worlds
         return self._worlds[case.label]
 
@@ -309,14 +309,14 @@ class Bench:
                     return "error"
                 if _alike(relations, case.relations):
                     continue
-                for equal_draws, whole, pieces in self._world(case):
+                for equal_draws, whole_values, pieces in self._world(case):
                     for k, relation in enumerate(relations):
                         if not equal_draws and meaning.is_drawn(relation):
                             continue
                         try:
                             parts = [piece[k] for piece in pieces]
                             check = case.case.violation or meaning.violation
-                            problem = check(relation, whole[k], parts)
+                            problem = check(relation, whole_values[k], parts)
                         except Exception:  # the relation is malformed, or of other dims
                             return "error"
                         if problem:
@@ -332,10 +332,10 @@ class Bench:
         return next(fate for fate in ("refuses", "differs", "survives") if fate in fates)
 
 
-def _alike(relations: Sequence[Relation], others: Sequence[Relation]) -> bool:
-    return len(relations) == len(others) and all(
+def _alike(relations: Sequence[Relation], other_relations: Sequence[Relation]) -> bool:
+    return len(relations) == len(other_relations) and all(
         a.equals(b) if isinstance(a, Known) and isinstance(b, Known) else a == b
-        for a, b in zip(relations, others, strict=True)
+        for a, b in zip(relations, other_relations, strict=True)
     )
 
 

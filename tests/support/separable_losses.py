@@ -240,8 +240,8 @@ def auxiliary_mean_inside(params, batch):
 
 
 def finite_or_zero(params, batch):
-    one = errors(params, batch)
-    return jnp.where(jnp.isfinite(one), one, 0.0).mean()
+    error_values = errors(params, batch)
+    return jnp.where(jnp.isfinite(error_values), error_values, 0.0).mean()
 
 
 def recurrent(params, batch):

@@ -44,22 +44,27 @@ def sequences(
             name: batch[name] for name in ("segment_ids", "positions", "order") if name in batch
         }
 
-    def block(weights, given):
-        x = given["x"]
-        order = given.get("order")
-        where = given.get(
+    def block(weights, inputs):
+        x = inputs["x"]
+        order = inputs.get("order")
+        positions = inputs.get(
             "positions", so.nn.positions(x.shape[1])[None] if order is None else order
         )
         query, key, value = (jnp.einsum("btd,dhk->bthk", x, weights[name]) for name in "qkv")
-        marks = {"segment_ids": given.get("segment_ids"), "positions": order}
+        marks = {"segment_ids": inputs.get("segment_ids"), "positions": order}
         mixed = so.nn.attention(
-            rotated(query, where), rotated(key, where), value, window=window, method=method, **marks
+            rotated(query, positions),
+            rotated(key, positions),
+            value,
+            window=window,
+            method=method,
+            **marks,
         )
         x = x + jnp.einsum("bthk,hkd->btd", mixed, weights["out"])
-        return given | {"x": x + jnp.tanh(x @ weights["up"]) @ weights["down"]}
+        return inputs | {"x": x + jnp.tanh(x @ weights["up"]) @ weights["down"]}
 
-    def loss(outer, given, batch):
-        nats = so.nn.cross_entropy(given["x"], outer["head"], batch["targets"], chunk=4)
+    def loss(outer, inputs, batch):
+        nats = so.nn.cross_entropy(inputs["x"], outer["head"], batch["targets"], chunk=4)
         return so.losses.Weighted((nats * batch["weights"]).sum(), batch["weights"].sum())
 
     draw = np.random.default_rng(3)
@@ -80,15 +85,15 @@ def sequences(
     batches = [(order or (lambda batch: batch))(_batch(draw, packed)) for _ in range(steps)]
 
     def reference(params, batch):
-        found = model.loss_fn(params, batch)
-        return found.total / found.weight
+        weighted_loss = model.loss_fn(params, batch)
+        return weighted_loss.total / weighted_loss.weight
 
     return Sequences(params, model, reference, batches)
 
 
-def rotated(x, where):
+def rotated(x, positions):
     """Turn pairs of components by angles that grow with the position."""
-    angle = where[..., None] * (0.1 ** jnp.arange(x.shape[-1] // 2))[None, None]
+    angle = positions[..., None] * (0.1 ** jnp.arange(x.shape[-1] // 2))[None, None]
     cos, sin = (
         jnp.cos(angle)[:, :, None].astype(x.dtype),
         jnp.sin(angle)[:, :, None].astype(x.dtype),

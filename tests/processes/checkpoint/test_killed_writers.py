@@ -53,9 +53,9 @@ def read():
     target = {"a": jax.ShapeDtypeStruct((500_000,), jnp.float32, sharding=on)}
 
     def factor(folder, step=None):
-        found = np.asarray(restore(folder, target, step=step)["a"])
-        np.testing.assert_array_equal(found, np.arange(500_000, dtype=np.float32) * found[1])
-        return found[1]
+        restored = np.asarray(restore(folder, target, step=step)["a"])
+        np.testing.assert_array_equal(restored, np.arange(500_000, dtype=np.float32) * restored[1])
+        return restored[1]
 
     return factor
 
@@ -66,7 +66,7 @@ def names(folder):
 
 
 @pytest.mark.parametrize(
-    ("how", "left"),
+    ("how", "leftovers"),
     [
         ("writing", None),  # at some moment of the write: it may even have ended
         ("manifest", [".lock", ".saving-2", "1"]),
@@ -74,11 +74,11 @@ def names(folder):
         ("rotating", [".deleting-1", ".lock", "2"]),
     ],
 )
-def test_a_killed_writer_leaves_whole_checkpoints(how, left, remains, read):
+def test_a_killed_writer_leaves_whole_checkpoints(how, leftovers, remains, read):
     folder, code, _, errors = remains[how]
     assert code == -signal.SIGKILL, errors
-    if left is not None:
-        assert names(folder) == left
+    if leftovers is not None:
+        assert names(folder) == leftovers
     newest = {"writing": (1, 2), "rotating": (2,)}.get(how, (1,))
     assert read(folder) in newest
     with Checkpoints(folder, every=1, keep=2) as checkpoints:

@@ -41,24 +41,24 @@ def four_devices():
 def test_one_process_goes_on_where_two_were_and_they_where_it_was(run, same):
     folder, _, _ = run
     opt = four_devices()
-    found = restore(folder / "run", opt, step=7)
+    restored = restore(folder / "run", opt, step=7)
     expected = worker.run(opt, restore(folder / "alone", opt), 2, 7)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=2e-5, atol=2e-6)
+    for leaf, other in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(leaf), np.asarray(other), rtol=2e-5, atol=2e-6)
 
 
 def test_each_process_holds_only_its_shards(run):
-    assert [found["held"] for found in run[1:]] == [16 * 32 / 2, 16 * 32 / 2]
+    assert [outcome["held"] for outcome in run[1:]] == [16 * 32 / 2, 16 * 32 / 2]
 
 
 def test_both_processes_see_the_same(run):
     folder, first, second = run
-    for found in (first, second):
-        assert found["exchanged"] == [[3, 4], [510, 511], [0, 4000]]
-        assert found["again"] == [True, {"position": 7}, [5, 6, 7]]
-        assert found["moved"] is True
-        assert found["new chain"] == [True, True, True, [7, 0, 0], True]
-        assert found["left"] == [5, 6, 7]
+    for outcome in (first, second):
+        assert outcome["exchanged"] == [[3, 4], [510, 511], [0, 4000]]
+        assert outcome["again"] == [True, {"position": 7}, [5, 6, 7]]
+        assert outcome["moved"] is True
+        assert outcome["new chain"] == [True, True, True, [7, 0, 0], True]
+        assert outcome["left"] == [5, 6, 7]
     kind, message = first["spoiled"]
     damaged = message.split("\n")
     assert damaged[0] == f"restore: step 2 in {folder}/spoiled is damaged."
@@ -82,36 +82,36 @@ def test_both_processes_see_the_same(run):
 
 def test_a_failure_in_one_process_is_heard_in_both(run):
     folder, first, second = run
-    where = f"Checkpoints: step 8 could not be written to {folder}/run"
+    prefix = f"Checkpoints: step 8 could not be written to {folder}/run"
     assert second["failed write"][1].startswith(
-        f"{where} (OSError: [Errno 5] Input/output error).\n"
+        f"{prefix} (OSError: [Errno 5] Input/output error).\n"
     )
     assert first["failed write"][1].startswith(
-        f"{where} (OSError: process 1 failed; its message has the reason).\n"
+        f"{prefix} (OSError: process 1 failed; its message has the reason).\n"
     )
 
 
 def test_a_failure_of_orbax_in_one_process_does_not_let_the_other_wait(run):
     """It would wait for twenty minutes, in a barrier of its own."""
     folder, first, second = run
-    where = f"Checkpoints: step 1 could not be written to {folder}/failing"
+    prefix = f"Checkpoints: step 1 could not be written to {folder}/failing"
     kind = "CheckpointError"
-    own = [
+    full_disk_error = [
         kind,
         (
-            f"{where} (OSError: [Errno 28] No space left on device).\nFix: make room, then save"
+            f"{prefix} (OSError: [Errno 28] No space left on device).\nFix: make room, then save"
             f" again; {UNTOUCHED}"
         ),
     ]
-    told = [
+    peer_errors = [
         [
             kind,
             (
-                f"{where} (OSError: process {who} failed; its message has the reason).\nFix: remove"
+                f"{prefix} (OSError: process {failed_rank} failed; its message has the reason).\nFix: remove"
                 f" the cause, then save again; {UNTOUCHED}"
             ),
         ]
-        for who in range(2)
+        for failed_rank in range(2)
     ]
-    assert first["writers"] == [own, told[1], told[1], [], [2]]
-    assert second["writers"] == [told[0], own, own, [], [2]]
+    assert first["writers"] == [full_disk_error, peer_errors[1], peer_errors[1], [], [2]]
+    assert second["writers"] == [peer_errors[0], full_disk_error, full_disk_error, [], [2]]

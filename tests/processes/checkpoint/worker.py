@@ -71,7 +71,7 @@ def fail_while_writing(rank, folder, state):
 
     And then on none.
     """
-    told = []
+    complaints = []
     with Checkpoints(folder, every=1, keep=2) as checkpoints:
         handler = checkpoints._writer._orbax.handler
         save_arrays = handler.async_save
@@ -80,24 +80,24 @@ def fail_while_writing(rank, folder, state):
             return [*await save_arrays(*args, **kwargs), NoRoom()]
 
         broken = [("finalize", lambda *_: NoRoom().result()), ("async_save", without_room)]
-        for who, (name, action) in enumerate(broken):
-            if rank == who:
+        for failing_rank, (name, action) in enumerate(broken):
+            if rank == failing_rank:
                 setattr(handler, name, action)
             checkpoints.save(state, step=1)
-            told.append(complaint_of(checkpoints.wait))
-            if rank == who:
+            complaints.append(complaint_of(checkpoints.wait))
+            if rank == failing_rank:
                 delattr(handler, name)
         start = checkpoints._writer.start
         if rank == 1:
             checkpoints._writer.start = lambda *args: (start(*args), NoRoom().result())
         checkpoints.save(state, step=1)  # is not raised here: the other is on its way
-        told.append(complaint_of(checkpoints.wait))
+        complaints.append(complaint_of(checkpoints.wait))
         checkpoints._writer.start = start
-        told.append(checkpoints.steps())
+        complaints.append(checkpoints.steps())
         checkpoints.save(state, step=2)
         checkpoints.wait()
-        told.append(checkpoints.steps())
-    return told
+        complaints.append(checkpoints.steps())
+    return complaints
 
 
 def go_on_with_another_chain(folder, state):
@@ -129,7 +129,7 @@ def go_on_with_another_chain(folder, state):
 
 
 def main(rank, folder):
-    found = {
+    outcome = {
         "exchanged": [
             [len(text) for text in exchange("ä" * size)]
             for size in (3 + rank, 510 + rank, 4000 * rank)
@@ -139,40 +139,40 @@ def main(rank, folder):
     # what one process with four devices saved, and on from there
     state = restore(folder / "alone", opt)
     state = run(opt, state, 2, 4)
-    found["held"] = sum(shard.data.size for shard in state.params["up"].addressable_shards)
+    outcome["held"] = sum(shard.data.size for shard in state.params["up"].addressable_shards)
     with Checkpoints(folder / "run", every=1, keep=2, best="val") as checkpoints:
         for step in range(4, 7):
             state = run(opt, state, step, step + 1)
             checkpoints.save(state, step=step + 1, metrics={"val": step}, extra={"position": step})
         checkpoints.save(state, step=7, extra={"position": 7})  # again: the barriers' names return
-        again, extra = checkpoints.restore(opt)
-        found["again"] = equal(again, state), extra, checkpoints.steps()
-        found["second writer"] = complaint_of(lambda: Checkpoints(folder / "run", 1, 1))
+        restored, extra = checkpoints.restore(opt)
+        outcome["again"] = equal(restored, state), extra, checkpoints.steps()
+        outcome["second writer"] = complaint_of(lambda: Checkpoints(folder / "run", 1, 1))
         if rank == 1:
             digest, write.digest = (
                 write.digest,
                 lambda *_, **__: (_ for _ in ()).throw(OSError(5, "Input/output error")),
             )
         checkpoints.save(state, step=8)
-        found["failed write"] = complaint_of(checkpoints.wait)
+        outcome["failed write"] = complaint_of(checkpoints.wait)
         if rank == 1:
             write.digest = digest
-        found["left"] = checkpoints.steps()
-    found["writers"] = fail_while_writing(rank, folder / "failing", state)
+        outcome["left"] = checkpoints.steps()
+    outcome["writers"] = fail_while_writing(rank, folder / "failing", state)
     other = make_opt(so.ddp, data=2, tensor=2)
     moved = restore(folder / "run", other, step=7)
-    there = jax.tree.map(lambda leaf: leaf.sharding, other.abstract_state().params)
-    found["moved"] = equal(moved.params, jax.device_put(state.params, there))
-    found["new chain"] = go_on_with_another_chain(folder / "run", state)
+    target_shardings = jax.tree.map(lambda leaf: leaf.sharding, other.abstract_state().params)
+    outcome["moved"] = equal(moved.params, jax.device_put(state.params, target_shardings))
+    outcome["new chain"] = go_on_with_another_chain(folder / "run", state)
     save(folder / "spoiled", state, step=1)
     save(folder / "spoiled", state, step=2)
     if rank == 0:
         for path in sorted((folder / "spoiled" / "2").rglob("*/d/*"))[:5]:
             path.write_bytes(path.read_bytes()[:-1] + b"?")
     multihost_utils.sync_global_devices("spoiled")
-    found["spoiled"] = complaint_of(lambda: restore(folder / "spoiled", opt))
-    found["nowhere"] = complaint_of(lambda: restore(folder / "nowhere", opt))
-    print(json.dumps(found))
+    outcome["spoiled"] = complaint_of(lambda: restore(folder / "spoiled", opt))
+    outcome["nowhere"] = complaint_of(lambda: restore(folder / "nowhere", opt))
+    print(json.dumps(outcome))
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ def on_a_small_disk(folder):
     Skip where that is forbidden.
     """
     refused = []
-    for own in (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"]):
-        words = [*own, "sh", "-c", MOUNT, str(folder)]
+    for unshare in (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"]):
+        words = [*unshare, "sh", "-c", MOUNT, str(folder)]
         try:
             tried = subprocess.run([*words, "true"], capture_output=True, text=True)
         except FileNotFoundError as error:
@@ -48,10 +48,10 @@ def on_a_small_disk(folder):
             continue
         if not tried.returncode:
             return words
-        refused.append(f"{' '.join(own)}: {tried.stderr.strip()}")
+        refused.append(f"{' '.join(unshare)}: {tried.stderr.strip()}")
     # Any other failure, of mount or of the command, is one: only what the system forbids is a
     # reason.
-    assert all(any(word in one for word in FORBIDDEN) for one in refused), refused
+    assert all(any(word in refusal for word in FORBIDDEN) for refusal in refused), refused
     return pytest.skip(
         f"this system forbids mounts ({'; '.join(refused)}); the tests on the file size limit ran"
         " instead"
@@ -66,31 +66,32 @@ def test_a_disk_that_fills_up_under_a_run(disk, repeats, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(told) == repeats
-    for one in told:
+    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(outcomes) == repeats
+    for outcome in outcomes:
         run = tmp_path / "run"
         saved = re.match(
             rf"CheckpointError: Checkpoints: step (\d+) could not be written to {run} \(",
-            one["error"],
+            outcome["error"],
         )
         logged = (
-            one["error"] == f"OSError: [Errno 28] No space left on device: '{run}/metrics.jsonl'"
+            outcome["error"]
+            == f"OSError: [Errno 28] No space left on device: '{run}/metrics.jsonl'"
         )
-        assert saved or logged, one
+        assert saved or logged, outcome
         if saved:
-            assert SAID[disk] in one["error"]
-            assert one["error"].endswith(
+            assert SAID[disk] in outcome["error"]
+            assert outcome["error"].endswith(
                 "\nFix: make room, then save again; checkpoints that were committed before are"
                 " untouched."
             )
-        last_good = int(saved[1]) - 5 if saved else one["at"] // 5 * 5
-        assert one["whole"][-1] == one["restored"] == last_good, one
-        assert one["unfinished"] == [], one  # what could not be finished was deleted
-        assert all(taken <= 64 * 1024 for taken in one["gave_back"]), one
-        assert (one["completed"], one["same"]) == (30, True)
-        assert one["names"] == [".lock", "25", "30", "goodput.json", "metrics.jsonl"]
-        assert one["logged"] == [10, 20, 30]
+        last_good = int(saved[1]) - 5 if saved else outcome["at"] // 5 * 5
+        assert outcome["whole"][-1] == outcome["restored"] == last_good, outcome
+        assert outcome["unfinished"] == [], outcome  # what could not be finished was deleted
+        assert all(taken <= 64 * 1024 for taken in outcome["gave_back"]), outcome
+        assert (outcome["completed"], outcome["same"]) == (30, True)
+        assert outcome["names"] == [".lock", "25", "30", "goodput.json", "metrics.jsonl"]
+        assert outcome["logged"] == [10, 20, 30]
 
 
 def test_a_folder_is_taken_and_tidied_where_there_is_no_room_for_a_name(tmp_path, monkeypatch):

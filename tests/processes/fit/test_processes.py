@@ -17,10 +17,10 @@ WORKER = Path(__file__).with_name("worker_processes.py")
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def outcomes(tmp_path_factory):
     """What the two processes saw, and what they printed on standard error."""
     said = run_processes(WORKER, 2, tmp_path_factory.mktemp("run"), strict=False)
-    return [json.loads(one.last) for one in said], [one.err for one in said]
+    return [json.loads(output.last) for output in said], [output.err for output in said]
 
 
 @pytest.mark.parametrize(
@@ -34,17 +34,17 @@ def told(tmp_path_factory):
         ("exhausted", 17, "exhausted"),
     ],
 )
-def test_all_stop_at_the_same_step(told, name, step, stopped):
-    for found in told[0]:
-        assert (found[name]["step"], found[name]["stopped"]) == (step, stopped)
+def test_all_stop_at_the_same_step(outcomes, name, step, stopped):
+    for outcome in outcomes[0]:
+        assert (outcome[name]["step"], outcome[name]["stopped"]) == (step, stopped)
 
 
-def test_the_loss_stops_all(told):
-    assert [found["nan"] for found in told[0]] == [[8, 8], [8, 8]]
+def test_the_loss_stops_all(outcomes):
+    assert [outcome["nan"] for outcome in outcomes[0]] == [[8, 8], [8, 8]]
 
 
-def test_resumed_equals_unbroken_and_one_process(told):
-    first, second = told[0]
+def test_resumed_equals_unbroken_and_one_process(outcomes):
+    first, second = outcomes[0]
     assert first["resumed"]["same"]
     assert second["resumed"]["same"]
     assert first["params"] == second["params"]
@@ -57,23 +57,25 @@ def test_resumed_equals_unbroken_and_one_process(told):
     opt = so.fsdp(
         optax.adam(0.05), so.make_mesh(devices=jax.devices()[:4]), loss_fn, min_shard_elements=1
     )
-    batches = [{"x": one, "y": one.sum(1)} for one in x]
+    batches = [{"x": inputs, "y": inputs.sum(1)} for inputs in x]
     alone = fit(
         opt, opt.init({"w": np.zeros(4, np.float32)}), batches, num_steps=30, progress=False
     )
     np.testing.assert_allclose(first["params"], alone.state.params["w"], rtol=2e-5)
 
 
-def test_parameters_that_all_set_live_where_they_did(told):
-    for found in told[0]:
-        assert found["replace"] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 4, 6], [True] * 3]
+def test_parameters_that_all_set_live_where_they_did(outcomes):
+    for outcome in outcomes[0]:
+        assert outcome["replace"] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 4, 6], [True] * 3]
 
 
-def test_only_the_first_process_logs_and_shows(told):
-    (first, second), (shown, silent) = told
+def test_only_the_first_process_logs_and_shows(outcomes):
+    (first, second), (shown, silent) = outcomes
     assert first["whole"]["logged"] == [5, 10, 15, 20, 25, 30]
     assert second["whole"]["logged"] == []
-    losses = [[record["loss"] for record in found["whole"]["history"]] for found in (first, second)]
+    losses = [
+        [record["loss"] for record in outcome["whole"]["history"]] for outcome in (first, second)
+    ]
     assert losses[0] == losses[1]
     assert "step 10/30  loss" in shown
     assert "Resuming from step 13" in shown
@@ -81,5 +83,5 @@ def test_only_the_first_process_logs_and_shows(told):
     assert "Resuming" not in silent
 
 
-def test_checkpoints_by_time_follow_the_clock_of_process_0_where_all_agree(told):
-    assert [found["by time"]["saved"] for found in told[0]] == [[12, 24, 30]] * 2
+def test_checkpoints_by_time_follow_the_clock_of_process_0_where_all_agree(outcomes):
+    assert [outcome["by time"]["saved"] for outcome in outcomes[0]] == [[12, 24, 30]] * 2

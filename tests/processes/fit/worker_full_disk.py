@@ -92,8 +92,8 @@ def meet(how, disk, rng, unbroken):
         error = None
     except (so.errors.CheckpointError, OSError) as caught:
         error = caught
-    left = [shutil.disk_usage(disk).free] if free else []
-    whole = checkpoints.steps()
+    free_after = [shutil.disk_usage(disk).free] if free else []
+    whole_steps = checkpoints.steps()
     unfinished = [
         path.name for path in run.iterdir() if path.name.startswith(".") and path.name != ".lock"
     ]
@@ -103,7 +103,7 @@ def meet(how, disk, rng, unbroken):
     newest = so.restore(run, opt)  # every byte of it is compared with its SHA-256
     with so.Checkpoints(run, every=EVERY, keep=2) as checkpoints:
         log = jsonl(run / "metrics.jsonl")
-        again = fit(
+        completed_run = fit(
             opt,
             fresh(),
             batches(),
@@ -115,12 +115,12 @@ def meet(how, disk, rng, unbroken):
     return {
         "at": at,
         "error": error and f"{type(error).__name__}: {error}",
-        "whole": whole,
+        "whole": whole_steps,
         "restored": int(newest.step),
         "unfinished": unfinished,
-        "gave_back": [before - after for before, after in zip(free, left, strict=True)],
-        "completed": again.step,
-        "same": same(again.state, unbroken.state),
+        "gave_back": [before - after for before, after in zip(free, free_after, strict=True)],
+        "completed": completed_run.step,
+        "same": same(completed_run.state, unbroken.state),
         "names": sorted(path.name for path in run.iterdir()),
         "logged": [
             json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()

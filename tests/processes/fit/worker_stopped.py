@@ -203,11 +203,11 @@ def train(folder, phase, *, run_type=Run, is_blocked=True, rows=lambda batches: 
     options = {"num_steps": NUM_STEPS, "progress": False}
     run.opt, run.rows = opt, rows
 
-    def fit(every, keep=3, **more):
+    def fit(every, keep=3, **fit_options):
         state = so.training.DeferredInit({"w": np.zeros(4, np.float32)})
         with so.Checkpoints(run.folder / "run", every=every, keep=keep) as checkpoints:
             return so.fit(
-                opt, state, rows(run.batches()), checkpoints=checkpoints, **options | more
+                opt, state, rows(run.batches()), checkpoints=checkpoints, **options | fit_options
             )
 
     if phase in ("restore", "first_compile"):
@@ -221,18 +221,18 @@ def train(folder, phase, *, run_type=Run, is_blocked=True, rows=lambda batches: 
         blocking_compile(run)
     if phase == "restore":
         arrive_in_restore(run)
-    more = {}
+    fit_options = {}
     if phase.startswith("evaluate"):
-        more["evaluate"] = getattr(run, phase), 5
-    if not is_blocked and "evaluate" in more:
-        more["evaluate"] = (lambda state: {"val": 1.0}), 5
+        fit_options["evaluate"] = getattr(run, phase), 5
+    if not is_blocked and "evaluate" in fit_options:
+        fit_options["evaluate"] = (lambda state: {"val": 1.0}), 5
     if phase == "evaluation":
-        more["evaluate"] = so.training.evaluation(opt, rows(run.evaluation_batches())), 5
+        fit_options["evaluate"] = so.training.evaluation(opt, rows(run.evaluation_batches())), 5
     if phase.startswith("log"):
-        more = {"log": getattr(run, phase), "log_every": 5}
+        fit_options = {"log": getattr(run, phase), "log_every": 5}
     if phase == "save":
         slow_write(run)
-    result = fit(4, **more)
+    result = fit(4, **fit_options)
     print(json.dumps([result.step, result.stopped]), flush=True)
 
 

@@ -39,11 +39,14 @@ def strategy_and_state(width=32):
 
 def leave_params(folder: Path, opt, result):
     """Have process 0 leave the parameters of a run that is complete in the folder."""
-    whole = jax.jit(lambda params: params, out_shardings=jax.NamedSharding(opt.mesh, jax.P()))(
-        result.state.params
-    )
+    replicated_params = jax.jit(
+        lambda params: params, out_shardings=jax.NamedSharding(opt.mesh, jax.P())
+    )(result.state.params)
     if jax.process_index() == 0 and result.stopped == "completed":
         np.savez(
             folder / "params.npz",
-            **{name: np.asarray(leaf.addressable_data(0)) for name, leaf in whole.items()},
+            **{
+                name: np.asarray(leaf.addressable_data(0))
+                for name, leaf in replicated_params.items()
+            },
         )

@@ -378,7 +378,7 @@ def test_a_worker_of_ray_train_is_one_of_several(ray_worker, joined, monkeypatch
     with pytest.raises(ValueError, match="Ray Train's world size of 3 states 3 processes"):
         so.make_mesh()
     collective = types.ModuleType("ray.train.collective")
-    collective.broadcast_from_rank_zero = lambda own: own or "10.0.0.1:77"
+    collective.broadcast_from_rank_zero = lambda address: address or "10.0.0.1:77"
     train.collective = collective
     monkeypatch.setitem(sys.modules, "ray.train.collective", collective)
     monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))

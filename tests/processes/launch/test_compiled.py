@@ -19,16 +19,16 @@ def test_the_key_of_a_program_does_not_depend_on_the_process(monkeypatch):
     from jax._src import cache_key
 
     monkeypatch.setattr(
-        cache_key, "_hash_accelerator_config", lambda found, devices: found.update(b"topology")
+        cache_key, "_hash_accelerator_config", lambda digest, devices: digest.update(b"topology")
     )
     options = cache_key._hash_serialized_compile_options
     monkeypatch.setattr(cache_key, "_hash_serialized_compile_options", options)
     share_compiled_programs()
 
     def key(*devices):
-        found = hashlib.sha256()
-        cache_key._hash_accelerator_config(found, np.array(devices))
-        return found.hexdigest()
+        digest = hashlib.sha256()
+        cache_key._hash_accelerator_config(digest, np.array(devices))
+        return digest.hexdigest()
 
     def device(process, platform="cpu", kind="cpu"):
         return SimpleNamespace(platform=platform, device_kind=kind, process_index=process)

@@ -78,6 +78,6 @@ def test_the_launcher_goes_on_without_the_process_of_the_wrong_device(shardopt, 
     expected = fit(
         opt, opt.init(faults.first_params()), data, num_steps=8, progress=False
     ).state.params
-    found = np.load(tmp_path / "params.npz")
+    final_params = np.load(tmp_path / "params.npz")
     for name, leaf in expected.items():
-        np.testing.assert_allclose(found[name], leaf, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(final_params[name], leaf, rtol=1e-4, atol=1e-6)

@@ -211,24 +211,24 @@ def test_a_scheduler_that_loses_a_host_starts_the_job_with_fewer(memory, one_dev
     processes = start(4)
     try:
         while not (tmp_path / "steps").exists() or max(steps(), default=0) < EVERY + 10:
-            assert all(one.poll() is None for one in processes)
+            assert all(process.poll() is None for process in processes)
             time.sleep(0.05)
-        for one in vaults[1:] + processes[2:] + processes[:2]:
-            one.kill()
+        for process in vaults[1:] + processes[2:] + processes[:2]:
+            process.kill()
         processes += start(2)
-        assert [one.wait(200) for one in processes[4:]] == [0, 0]
+        assert [process.wait(200) for process in processes[4:]] == [0, 0]
     finally:
-        for one in processes + vaults:
-            one.kill()
-            one.communicate()
-    with np.load(tmp_path / "params.npz") as found:
-        params = dict(found)
+        for process in processes + vaults:
+            process.kill()
+            process.communicate()
+    with np.load(tmp_path / "params.npz") as archive:
+        params = dict(archive)
     np.testing.assert_array_equal(params["seen"], -np.ones(16 * STEPS))
     for name in ("up", "down"):
         np.testing.assert_allclose(params[name], one_device[name], rtol=0, atol=2e-5)
     taken = steps()
-    again = min(step for step in taken if taken.count(step) == 2)
-    assert again > EVERY + 2 if memory else again == EVERY + 1
+    repeated_step = min(step for step in taken if taken.count(step) == 2)
+    assert repeated_step > EVERY + 2 if memory else repeated_step == EVERY + 1
 
 
 def test_data_that_depends_on_the_number_of_processes_is_refused(tmp_path):

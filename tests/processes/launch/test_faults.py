@@ -95,9 +95,9 @@ def pid_of(rank, folder):
 
 
 def same(folder, params):
-    found = np.load(folder / "params.npz")
-    return found.keys() == params.keys() and all(
-        np.array_equal(found[name], params[name]) for name in params
+    final_params = np.load(folder / "params.npz")
+    return final_params.keys() == params.keys() and all(
+        np.array_equal(final_params[name], params[name]) for name in params
     )
 
 
@@ -143,10 +143,10 @@ def test_four_are_told_to_end(start, unbroken, tmp_path, draw):
     said = [next(line for line in job.stdout if line.startswith("step "))] if trains else []
     time.sleep(rng.uniform(0, 0.7 * unbroken[1] if trains else 8))
     job.send_signal(signal.SIGTERM)
-    told = time.monotonic()
+    signal_time = time.monotonic()
     said += list(job.stdout)
     job.wait()
-    assert time.monotonic() - told < ENDS_WITHIN
+    assert time.monotonic() - signal_time < ENDS_WITHIN
     text = "".join(said)
     if trains:  # it answers: saves, and ends well
         assert job.returncode == 0, text
@@ -160,9 +160,9 @@ def test_four_are_told_to_end(start, unbroken, tmp_path, draw):
         # -SIGTERM is the launcher's own end, while it is importing itself: a shell calls both 143.
         assert job.returncode in (0, 128 + signal.SIGTERM, -signal.SIGTERM), text
         assert "Traceback" not in text
-    again = start(tmp_path)
-    text = "".join(again.stdout)
-    assert again.wait() == 0, text
+    restarted_job = start(tmp_path)
+    text = "".join(restarted_job.stdout)
+    assert restarted_job.wait() == 0, text
     if saved:
         assert f"Resuming from step {saved[-1]} in" in text or saved[-1] == STEPS
     assert same(tmp_path, unbroken[0])

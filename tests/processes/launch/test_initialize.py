@@ -27,10 +27,10 @@ def test_initialize_does_nothing_outside_a_launcher(monkeypatch):
 
 
 def test_initialize_reads_the_place_of_the_process_where_all_of_it_is_said(monkeypatch):
-    asked = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *place: asked.append(place))
-    monkeypatch.setattr(processes, "_wait_for_address", lambda address: asked.append(address))
-    monkeypatch.setattr(jax.config, "update", lambda name, value: asked.append((name, value)))
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *place: calls.append(place))
+    monkeypatch.setattr(processes, "_wait_for_address", lambda address: calls.append(address))
+    monkeypatch.setattr(jax.config, "update", lambda name, value: calls.append((name, value)))
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.0.0.1:1234")
     monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
     so.initialize()  # jax finds the rest, or says what is missing
@@ -38,7 +38,7 @@ def test_initialize_reads_the_place_of_the_process_where_all_of_it_is_said(monke
     so.initialize()
     so.initialize("10.0.0.2:1", 2, 0)
     gloo = ("jax_cpu_collectives_implementation", "gloo")
-    assert asked == [
+    assert calls == [
         gloo,
         (None, None, None),
         gloo,

@@ -59,17 +59,17 @@ def test_each_is_told_its_place_and_the_first_is_shown(job, capsys):
         " print('warned', file=sys.stderr)\n"
     )
     assert job(script) == (0, [], [0])
-    found = logs(job.folder)
-    assert sorted(found) == ["process-0.log", "process-1.log", "process-2.log"]
+    texts = logs(job.folder)
+    assert sorted(texts) == ["process-0.log", "process-1.log", "process-2.log"]
     places = [
         re.search(r"^(\d) of 3 at (127\.0\.0\.1:\d+)$", text, re.MULTILINE).groups()
-        for text in found.values()
+        for text in texts.values()
     ]
     assert [rank for rank, _ in places] == ["0", "1", "2"]
     assert len({address for _, address in places}) == 1
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == (f"0 of 3 at {places[0][1]}\n", "warned\n")  # without chatter
-    assert all("[Gloo]" in text and "warned" in text for text in found.values())
+    assert all("[Gloo]" in text and "warned" in text for text in texts.values())
 
 
 @pytest.mark.parametrize("mine", [None, "glibc.malloc.tcache_count=0"])
@@ -80,8 +80,8 @@ def test_processes_keep_their_memory_in_huge_pages_unless_the_user_tunes_glibc(
     if mine is not None:
         monkeypatch.setenv("GLIBC_TUNABLES", mine)
     assert job("print(os.environ['GLIBC_TUNABLES'])") == (0, [], [0])
-    told = capsys.readouterr().out.strip()
-    assert told == mine if mine else told.startswith("glibc.malloc.hugetlb=1:")
+    tunables = capsys.readouterr().out.strip()
+    assert tunables == mine if mine else tunables.startswith("glibc.malloc.hugetlb=1:")
 
 
 @pytest.mark.parametrize(
@@ -132,9 +132,11 @@ def test_a_thread_reuses_small_memory_and_returns_large_memory(job, capsys, monk
         "thread.join()\n"
     )
     assert job(script) == (0, [], [0])
-    kept, _, *again = map(int, capsys.readouterr().out.split())
-    assert max(again) < 2**24 // 2**21 // 4, "each page is one fault, and huge ones have 2 MB"
-    assert kept < 2**22
+    growth, _, *fault_counts = map(int, capsys.readouterr().out.split())
+    assert max(fault_counts) < 2**24 // 2**21 // 4, (
+        "each page is one fault, and huge ones have 2 MB"
+    )
+    assert growth < 2**22
 
 
 def test_when_one_fails_the_others_are_ended_and_its_words_are_shown(job):
@@ -262,10 +264,10 @@ def test_those_that_were_killed_are_left_out_where_fewer_will_do(job, options, c
         "while not (here / 'killed').exists(): time.sleep(0.01)\n"
     )
     code, _, _ = job(script, processes=4, max_restarts=1, **options)
-    found = logs(job.folder)
+    texts = logs(job.folder)
     assert code == 0
-    assert [int(found[f"process-0{attempt}.log"]) for attempt in ("", ".restart-1")] == counts
-    assert sum("restart" in name for name in found) == counts[1]
+    assert [int(texts[f"process-0{attempt}.log"]) for attempt in ("", ".restart-1")] == counts
+    assert sum("restart" in name for name in texts) == counts[1]
 
 
 @pytest.mark.parametrize(
@@ -285,8 +287,8 @@ def test_the_place_of_a_wrong_device_is_not_used_again(job, options, places):
         "sys.exit(117 if rank == 1 else 1)\n"
     )
     code, said, attempts = job(script, max_restarts=1, **options)
-    found = {name: text.strip() for name, text in logs(job.folder).items()}
-    assert [found[f"process-{rank}.log"] for rank in range(3)] == ["0", "1", "2"]
+    texts = {name: text.strip() for name, text in logs(job.folder).items()}
+    assert [texts[f"process-{rank}.log"] for rank in range(3)] == ["0", "1", "2"]
     assert said[0].startswith(
         "launch: process 1 of 3 ended with exit code 117; the others were ended.\n"
     )
@@ -301,7 +303,7 @@ def test_the_place_of_a_wrong_device_is_not_used_again(job, options, places):
     assert said[1:] == [
         f"launch: starting again with {len(places)} processes without place 1, restart 1 of 1."
     ]
-    assert [found[f"process-{rank}.restart-1.log"] for rank in range(len(places))] == places
+    assert [texts[f"process-{rank}.restart-1.log"] for rank in range(len(places))] == places
 
 
 @pytest.mark.parametrize(
@@ -357,11 +359,11 @@ def test_when_the_launcher_is_killed_its_processes_die(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment
-    ) as one:
-        pid = int(one.stdout.readline())
+    ) as process:
+        pid = int(process.stdout.readline())
         assert runs(pid)
-        one.kill()
-        one.wait()
+        process.kill()
+        process.wait()
         wait_for_the_end_of(pid)
 
 
@@ -380,12 +382,12 @@ def launcher(folder, *command):
 
 
 def test_when_the_launcher_is_killed_a_command_that_knows_nothing_of_it_dies_too(tmp_path):
-    with launcher(tmp_path, "sh", "-c", "echo $$; exec sleep 600") as one:
+    with launcher(tmp_path, "sh", "-c", "echo $$; exec sleep 600") as process:
         try:
-            pid = int(one.stdout.readline())
+            pid = int(process.stdout.readline())
             assert runs(pid)
         finally:
-            one.kill()
+            process.kill()
     wait_for_the_end_of(pid)
 
 
@@ -404,19 +406,19 @@ def test_what_outlives_a_killed_launcher_keeps_its_logs(tmp_path):
         " pid-$JAX_PROCESS_ID; wait"
     )
     pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
-    one = launcher(tmp_path / "logs", "sh", "-c", f"cd {tmp_path}; {script}")
+    first_launcher = launcher(tmp_path / "logs", "sh", "-c", f"cd {tmp_path}; {script}")
     try:
         while not all(path.exists() for path in pids):
-            assert one.poll() is None
+            assert first_launcher.poll() is None
             time.sleep(0.01)
     finally:
-        one.kill()
-        one.wait()
-        one.stdout.close()
-        one.stderr.close()
-    left = [int(path.read_text()) for path in pids]
+        first_launcher.kill()
+        first_launcher.wait()
+        first_launcher.stdout.close()
+        first_launcher.stderr.close()
+    survivors = [int(path.read_text()) for path in pids]
     try:
-        for pid in left:
+        for pid in survivors:
             assert runs(pid)
             with launcher(tmp_path / "logs", "true") as other:
                 _, said = other.communicate(timeout=60)
@@ -424,7 +426,7 @@ def test_what_outlives_a_killed_launcher_keeps_its_logs(tmp_path):
             assert re.fullmatch(
                 rf"shardopt\.errors\.CheckpointInUseError: launch: {tmp_path}/logs is already being"
                 r" written to by process "
-                rf"{one.pid} on .*, since .*\. It cannot be seen from here: it runs in another"
+                rf"{first_launcher.pid} on .*, since .*\. It cannot be seen from here: it runs in another"
                 r" container, or it has ended "
                 r"and what it started still runs\.",
                 refused,
@@ -436,7 +438,7 @@ def test_what_outlives_a_killed_launcher_keeps_its_logs(tmp_path):
             os.kill(pid, signal.SIGKILL)
             wait_for_the_end_of(pid)
     finally:
-        for pid in filter(runs, left):
+        for pid in filter(runs, survivors):
             os.kill(pid, signal.SIGKILL)
     with launcher(tmp_path / "logs", "true") as other:
         assert other.communicate(timeout=60) == ("", "")

@@ -26,18 +26,18 @@ pytestmark = pytest.mark.slow
 
 def processes(folder):
     """Return the words and the environment of what runs for a job, by pid."""
-    found = {}
+    commands = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
             environment = (process / "environ").read_bytes().decode(errors="replace").split("\0")
             if f"JOB={folder}" in environment:
-                found[int(process.name)] = (
+                commands[int(process.name)] = (
                     (process / "cmdline").read_bytes().decode().split("\0"),
                     environment,
                 )
         except OSError:  # it has ended, or is another user's
             continue
-    return found
+    return commands
 
 
 def run(folder, *, at=None, victim=0, lost=()):
@@ -108,9 +108,9 @@ def undisturbed(tmp_path_factory):
     return run(tmp_path_factory.mktemp("undisturbed"))[1]
 
 
-def same(params, others):
-    return params.keys() == others.keys() and all(
-        np.array_equal(params[name], others[name]) for name in params
+def same(params, other_params):
+    return params.keys() == other_params.keys() and all(
+        np.array_equal(params[name], other_params[name]) for name in params
     )
 
 

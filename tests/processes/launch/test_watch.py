@@ -30,7 +30,7 @@ from shardopt.runtime._watch import (
 
 def heard(step, nth, phase, at, *, ago=0.0, new=False, usual=0.0, **lanes):
     marks = {MAIN: ProgressMark(step, nth, phase, at, -1.0 if new else usual, 7)}
-    marks |= {name: ProgressMark(*one, 0.0, 8) for name, one in lanes.items()}
+    marks |= {name: ProgressMark(*lane, 0.0, 8) for name, lane in lanes.items()}
     return RankReport(ago, marks, 100, "here")
 
 
@@ -104,23 +104,23 @@ Current thread 0x0000000000000007 (most recent call first):
 
 @pytest.mark.fast
 def test_what_is_said_of_a_hang():
-    one = heard(5, 0, "data", 11)
-    assert main_frames(STACKS, one, MAIN) == [
+    hung_report = heard(5, 0, "data", 11)
+    assert main_frames(STACKS, hung_report, MAIN) == [
         'File "b.py", line 2 in inner',
         'File "b.py", line 9 in <module>',
     ]
-    seen = {0: one, 1: heard(6, 0, "wait", 10)}
+    seen = {0: hung_report, 1: heard(6, 0, "wait", 10)}
     assert (
         describe("launch", Hang((0,), False, MAIN, 11), seen, 2, {0: STACKS, 1: STACKS}, {0: "S"})
         == "launch: process 0 of 2 hangs: without progress for 11 s, last at step 5 in 'data'.\n"
         'Process 0 is in:\n  File "b.py", line 2 in inner\n  File "b.py", line 9 in <module>\n'
         "The others:\n  process 1: at step 6 in 'wait', in File \"b.py\", line 2 in inner"
     )
-    stopped = describe("launch", Hang((0,), True, MAIN, 11), {0: one}, 2, {}, {0: "T"})
+    stopped = describe("launch", Hang((0,), True, MAIN, 11), {0: hung_report}, 2, {}, {0: "T"})
     assert stopped.endswith(
         "\nProcess 0 is stopped by a signal (SIGSTOP), so its stack cannot be taken."
     )
-    lost = describe("watchdog", Hang((0,), True, MAIN, 11), {0: one}, 2, {}, {})
+    lost = describe("watchdog", Hang((0,), True, MAIN, 11), {0: hung_report}, 2, {}, {})
     assert "its host or network is lost" in lost
     both = describe("launch", Hang((0, 1), False, MAIN, 11), seen, 2, {}, {})
     assert "all 2 processes wait for 11 s, at step 5 in 'data', and none lags behind.\n" in both
@@ -131,17 +131,17 @@ def test_who_does_not_know_the_token_is_not_heard():
     watch = Watch(2, 60, say=print)
     try:
         host, _, port = watch.environment[progress.ADDRESS].rpartition(":")
-        where = (host, int(port))
+        server_address = (host, int(port))
         with pytest.raises(AuthenticationError):
-            Client(where, authkey=b"guessed")
-        with socket.create_connection(where) as rude:
+            Client(server_address, authkey=b"guessed")
+        with socket.create_connection(server_address) as rude:
             rude.sendall(b"\0\0\0\4{}{}" * 99)
         report = json.dumps({"rank": 1, **progress.current()}).encode()
-        with Client(where, authkey=watch.environment[progress.TOKEN].encode()) as good:
+        with Client(server_address, authkey=watch.environment[progress.TOKEN].encode()) as good:
             good.send_bytes(report)
             while watch.reports()[1] is None:
                 time.sleep(0.01)
-            with Client(where, authkey=watch.environment[progress.TOKEN].encode()) as odd:
+            with Client(server_address, authkey=watch.environment[progress.TOKEN].encode()) as odd:
                 odd.send_bytes(b'{"rank": 0, "lanes": 3}')
                 with pytest.raises(EOFError):  # it is put off
                     odd.recv_bytes()
@@ -220,17 +220,17 @@ def test_a_process_that_hangs_is_named_and_the_job_started_again(tmp_path, fault
         "say": said.append,
     }
     assert launch(lambda attempt: [sys.executable, "-c", script], max_restarts=1, **options) == 0
-    hang, again = said
-    where = (
+    hang, restart = said
+    position = (
         # it may have stopped before its next report
         r"(, last at step [0-4] in '(start|data|wait)'|, and never was)"
     )
-    assert re.match(rf"launch: process 1 of 2 hangs: {how} for [3-9] s{where}\.\n", hang)
+    assert re.match(rf"launch: process 1 of 2 hangs: {how} for [3-9] s{position}\.\n", hang)
     assert stack in hang
     assert re.search(r"The others:\n  process 0: at step 4 in 'wait', in File .* in meet\n", hang)
     assert hang.endswith(f"All stacks: {tmp_path}/logs/*.stacks")
     assert "in train" in (tmp_path / "logs" / "process-0.stacks").read_text()
-    assert again == "launch: starting again with 2 processes, restart 1 of 1."
+    assert restart == "launch: starting again with 2 processes, restart 1 of 1."
 
 
 @pytest.mark.slow

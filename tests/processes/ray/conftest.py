@@ -20,9 +20,9 @@ def local_ray(request):
 
     # Data and losses of these tests are in modules that workers cannot import.
     shared = [
-        one
-        for one in sys.modules.values()
-        if one.__name__.split(".")[-1] in ("problems", "regression")
+        loaded_module
+        for loaded_module in sys.modules.values()
+        if loaded_module.__name__.split(".")[-1] in ("problems", "regression")
     ]
     for module in [*shared, request.module]:
         ray.cloudpickle.register_pickle_by_value(module)

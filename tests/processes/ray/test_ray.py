@@ -94,27 +94,30 @@ def test_a_killed_worker_is_forgotten_and_comes_back(max_staleness, regression, 
         backend="ray",
         max_restarts=1,
     )
-    doomed, again = killed_at(regression.batches_of(2), tmp_path, {1: {3}}), tmp_path / "again"
+    doomed, restart_mark = (
+        killed_at(regression.batches_of(2), tmp_path, {1: {3}}),
+        tmp_path / "again",
+    )
 
     def batches_of(worker):
         if worker == 1 and (tmp_path / "1-3").exists():
-            again.touch()
+            restart_mark.touch()
         for step, batch in enumerate(doomed(worker)):
-            while worker == 0 and step == 20 and not again.exists():  # alone by then
+            while worker == 0 and step == 20 and not restart_mark.exists():  # alone by then
                 time.sleep(0.01)
             yield batch
 
     path, total = tmp_path / "log.jsonl", 30 * (1 + (max_staleness > 0))
     result = opt.run(regression.params, batches_of, num_updates=total, log_path=path)
-    metrics, events = result.metrics, [one for one in result.log if one.worker == 1]
+    metrics, events = result.metrics, [event for event in result.log if event.worker == 1]
     assert (metrics["stopped"], metrics["updates"], metrics["killed"]) == ("completed", total, [1])
-    assert [one.kind for one in events if one.kind in ("join", "leave")] == [
+    assert [event.kind for event in events if event.kind in ("join", "leave")] == [
         "join",
         "leave",
         "join",
     ]
     assert max(metrics["staleness"]) <= max_staleness
-    joined = [index for index, one in enumerate(events) if one.kind == "join"][1]
+    joined = [index for index, event in enumerate(events) if event.kind == "join"][1]
     assert events[joined].clock > 3  # where the slowest was by then
     assert len(events) > joined + 3  # and it works
     if reducer is not None:
@@ -189,8 +192,8 @@ def test_islands_of_two_devices_each(regression, capsys):
     result = opt.run(regression.params, regression.batches_of(2), num_updates=4, progress=True)
     assert "async_local_sgd: update 4/4  " in capsys.readouterr().err
     devices = jax.devices()
-    here = [make(devices[0:2]), make(devices[2:4])]
-    threads = so.parameter_server.async_local_sgd(here, local_steps=2, max_staleness=0)
+    strategies = [make(devices[0:2]), make(devices[2:4])]
+    threads = so.parameter_server.async_local_sgd(strategies, local_steps=2, max_staleness=0)
     same_bits(
         threads.run(regression.params, regression.batches_of(2), num_updates=4).params,
         result.params,
@@ -213,11 +216,13 @@ def test_a_killed_server_comes_back_from_its_checkpoint(regression, tmp_path):
     marks.mkdir()
 
     def kill_the_server(params):
-        others = [
-            int(one.name) for one in marks.iterdir() if int(one.name) not in (os.getpid(), *killed)
+        living_pids = [
+            int(item.name)
+            for item in marks.iterdir()
+            if int(item.name) not in (os.getpid(), *killed)
         ]
         if len(killed) < 2:
-            killed.append(*others)
+            killed.append(*living_pids)
             os.kill(killed[-1], signal.SIGKILL)
         return {}
 
@@ -237,10 +242,10 @@ def test_a_killed_server_comes_back_from_its_checkpoint(regression, tmp_path):
     metrics = result.metrics
     assert len(killed) == 2
     # the last milestone is not missed
-    assert [one["step"] for one in metrics["evaluations"]][-1] == 52
+    assert [item["step"] for item in metrics["evaluations"]][-1] == 52
     assert (metrics["stopped"], metrics["updates"], metrics["killed"]) == ("completed", 60, [])
     # 2 if both times it was the same checkpoint
-    assert [one.kind for one in result.log].count("resume") in (2, 4)
+    assert [item.kind for item in result.log].count("resume") in (2, 4)
     assert 2 <= metrics["lost_updates"] <= 40
     assert metrics["history"]["loss"].shape == (60,)
     same_bits(opt.replay(result.log, regression.params, regression.batches_of(2)), result.params)
@@ -248,7 +253,7 @@ def test_a_killed_server_comes_back_from_its_checkpoint(regression, tmp_path):
 
 def test_a_killed_server_without_checkpoints_is_an_error(regression, tmp_path):
     def kill_the_server(params):
-        (pid,) = [int(one.name) for one in tmp_path.iterdir() if int(one.name) != os.getpid()]
+        (pid,) = [int(mark.name) for mark in tmp_path.iterdir() if int(mark.name) != os.getpid()]
         os.kill(pid, signal.SIGKILL)
         return {}
 
@@ -353,9 +358,9 @@ def test_random_kills(seed, regression, tmp_path):
 
     def kill_the_server(params):
         seen.append(seen[-1] + 5)
-        here = [int(one.name) for one in marks.iterdir() if int(one.name) != os.getpid()]
+        pids = [int(item.name) for item in marks.iterdir() if int(item.name) != os.getpid()]
         if seen[-1] >= at and not killed:
-            killed.append(max(here, key=lambda pid: (marks / str(pid)).stat().st_mtime))
+            killed.append(max(pids, key=lambda pid: (marks / str(pid)).stat().st_mtime))
             threading.Timer(delay, os.kill, (killed[0], signal.SIGKILL)).start()
         return {}
 
@@ -386,5 +391,5 @@ def test_random_kills(seed, regression, tmp_path):
     assert metrics["killed"]
     assert killed
     assert 0 <= metrics["lost_updates"] < total // 2
-    assert [one.kind for one in result.log].count("push") == metrics["pushes"]
+    assert [item.kind for item in result.log].count("push") == metrics["pushes"]
     same_bits(opt.replay(result.log, regression.params, regression.batches_of(3)), result.params)

@@ -89,13 +89,15 @@ def test_a_run_with_a_killed_worker_ends_at_the_same_bits(local_ray, example, tm
         rows = [{"x": x, "y": y} for x, y in zip(data["x"], data["y"], strict=True)]
         datasets = {"train": ray.data.from_items(rows)}
     options = {"num_steps": 25, "datasets": datasets}
-    whole = example.train(tmp_path, name="whole", **options)
+    unbroken_run = example.train(tmp_path, name="whole", **options)
     loop = killed_once(example.worker, source)
     killed = example.train(tmp_path, name="killed", loop=loop, **options)
     assert (tmp_path / "killed" / "was_killed").exists()
-    assert whole.metrics["stopped"] == killed.metrics["stopped"] == "completed"
-    assert whole.metrics["step"] == killed.metrics["step"] == 25
-    for leaf, same in zip(last_state(example, whole), last_state(example, killed), strict=True):
+    assert unbroken_run.metrics["stopped"] == killed.metrics["stopped"] == "completed"
+    assert unbroken_run.metrics["step"] == killed.metrics["step"] == 25
+    for leaf, same in zip(
+        last_state(example, unbroken_run), last_state(example, killed), strict=True
+    ):
         np.testing.assert_array_equal(leaf, same)
     losses = {report["step"]: report["loss"] for report in reports(tmp_path, "whole")}
     reported = reports(tmp_path, "killed")

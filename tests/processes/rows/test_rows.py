@@ -66,22 +66,22 @@ def test_the_rows_of_all_processes_train_as_one_device_does(outcomes, name):
 def test_a_strategy_says_which_part_of_the_rows_a_process_loads(outcomes):
     count, of_processes = outcomes
     for rank, outcome in enumerate(of_processes):
-        own, pair, all_rows = [rank, count], [rank // 2, count // 2], [0, 1]
+        process_part, pair, all_rows = [rank, count], [rank // 2, count // 2], [0, 1]
         assert outcome["parts"] == {
-            "data": own,
-            "tensor in a process": own,
+            "data": process_part,
+            "tensor in a process": process_part,
             "tensor over two": pair,
             "tensor over all": all_rows,
             "context over two": pair,
-            "replicas": own,
+            "replicas": process_part,
             "pipeline over two": pair,
             "one device of each": pair,
         }
 
 
 def test_replicas_of_diloco_get_the_rows_of_their_process(outcomes):
-    first, *others = outcomes[1]
-    for other in others:
+    first, *later_outcomes = outcomes[1]
+    for other in later_outcomes:
         np.testing.assert_allclose(other["own diloco"], first["own diloco"], rtol=1e-6)
     losses = first["own diloco"]
     np.testing.assert_allclose(
@@ -110,16 +110,18 @@ NOT_SPLIT = (
 )
 def test_a_loader_that_was_not_split_is_named(outcomes, name, caller):
     count, of_processes = outcomes
-    who = {2: "processes 0 and 1", 4: "processes 0, 1, 2 and 3"}[count]
+    process_groups = {2: "processes 0 and 1", 4: "processes 0, 1, 2 and 3"}[count]
     for outcome in of_processes:
-        assert outcome[name] == f"ValueError: {caller}: {NOT_SPLIT.format(who=who)}"
+        assert outcome[name] == f"ValueError: {caller}: {NOT_SPLIT.format(who=process_groups)}"
 
 
 def test_a_loader_that_is_split_over_some_processes_only_is_named(outcomes):
     count, of_processes = outcomes
-    who = {2: "processes 0 and 1", 4: "processes 0 and 1\n  processes 2 and 3"}[count]
+    process_groups = {2: "processes 0 and 1", 4: "processes 0 and 1\n  processes 2 and 3"}[count]
     for outcome in of_processes:
-        assert outcome["split over half of the processes"].endswith(NOT_SPLIT.format(who=who))
+        assert outcome["split over half of the processes"].endswith(
+            NOT_SPLIT.format(who=process_groups)
+        )
 
 
 NOT_GLOBAL = "so.GlobalRows says that all processes pass the same batch, but these differ.\n  "
@@ -166,10 +168,10 @@ def test_batches_that_do_not_fit_together_are_refused_by_all(outcomes, name, tex
 
 def test_rows_that_are_fewer_on_one_process_count_once_each(outcomes):
     count, of_processes = outcomes
-    whole = small_rows.whole(0, 16 * count)
+    all_examples = small_rows.whole(0, 16 * count)
     sizes = [4] + [8] * (count - 1)
     numbers = [rank + count * i for rank, size in enumerate(sizes) for i in range(size)]
-    union = jax.tree.map(lambda leaf: leaf[numbers], whole)
+    union = jax.tree.map(lambda leaf: leaf[numbers], all_examples)
     pieces = 2 * count
     for outcome in of_processes:
         if len(numbers) % pieces:
@@ -204,12 +206,12 @@ def test_fit_ends_on_all_processes_when_one_has_no_more_batches(outcomes, name, 
     ],
 )
 def test_a_loader_that_fails_is_named_by_the_other_processes(outcomes, name, error):
-    *others, failed = outcomes[1]
+    *waiting_outcomes, failed = outcomes[1]
     assert failed[name] == error
-    for outcome in others:
+    for outcome in waiting_outcomes:
         assert outcome[name] == (
             "RuntimeError: fit: another process has no next batch, because of an error.\n  process"
-            f" {len(others)}: {error}"
+            f" {len(waiting_outcomes)}: {error}"
         )
 
 
@@ -230,9 +232,9 @@ def test_a_batch_without_rows_is_named_by_the_other_processes(outcomes):
 
 
 def own_rows(count, step, sizes):
-    whole = small_rows.whole(step)
+    whole_batch = small_rows.whole(step)
     numbers = [rank + count * i for rank, size in enumerate(sizes) for i in range(size)]
-    return jax.tree.map(lambda leaf: leaf[numbers], whole)
+    return jax.tree.map(lambda leaf: leaf[numbers], whole_batch)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ def outcomes(request):
     """The processes without the last one, as text, the last one, and what each of them got."""
     count = request.param
     outputs = run_processes(WORKER, count, count, timeout=900)
-    others = {2: "process 0", 4: "processes 0, 1 and 2"}[count]
-    return others, f"process {count - 1}", [json.loads(output.last) for output in outputs]
+    first_processes = {2: "process 0", 4: "processes 0, 1 and 2"}[count]
+    return first_processes, f"process {count - 1}", [json.loads(output.last) for output in outputs]
 
 
 def test_the_same_start_is_accepted(outcomes):
@@ -46,10 +46,10 @@ def message(outcomes, name):
     ],
 )
 def test_parameters_that_differ_are_named_by_key_path_and_process(outcomes, name, line):
-    others, last, _ = outcomes
+    first_processes, last, _ = outcomes
     assert message(outcomes, name) == (
         "ValueError: fsdp: processes begin with different parameters.\n  "
-        + line.format(others=others, last=last)
+        + line.format(others=first_processes, last=last)
         + "\nFix: draw them from one seed on all processes, without jax.process_index(), and load"
         " them from the same files; or let opt.init(init_fn, rng) compute them."
     )
@@ -88,31 +88,31 @@ def test_keys_that_differ_are_named(outcomes, name):
     ],
 )
 def test_options_that_differ_are_named_with_their_values(outcomes, name, line):
-    others, last, _ = outcomes
+    first_processes, last, _ = outcomes
     text = message(outcomes, name)
     assert "processes have different options.\n" in text
-    assert line.format(others=others, last=last) in text
+    assert line.format(others=first_processes, last=last) in text
 
 
 @pytest.mark.parametrize("name", ["learning rate", "schedule", "optimizer", "loss", "init_fn"])
 def test_code_that_differs_is_named_by_the_first_line_of_the_program(outcomes, name):
-    others, last, _ = outcomes
+    first_processes, last, _ = outcomes
     text = message(outcomes, name)
     assert text.startswith("ValueError: fsdp: processes compile different programs")
-    assert f"\n  {others}: " in text
+    assert f"\n  {first_processes}: " in text
     assert f"\n  {last}: " in text
 
 
 def test_processes_that_call_other_functions_are_told_so(outcomes):
-    others, last, _ = outcomes
+    first_processes, last, _ = outcomes
     for outcome in outcomes[2]:
         assert "the processes do different things" in outcome["another call"]
         assert (
-            f"\n  {others}: evaluation\n  {last}: fit, comparing the start\n"
+            f"\n  {first_processes}: evaluation\n  {last}: fit, comparing the start\n"
             in outcome["another call"]
         )
         assert "fsdp, comparing the start\n" in outcome["a step on one"]
         assert (
-            f"\n  {others}: fsdp, comparing the start\n  {last}: Checkpoints\n"
+            f"\n  {first_processes}: fsdp, comparing the start\n  {last}: Checkpoints\n"
             in outcome["checkpoints on one"]
         )

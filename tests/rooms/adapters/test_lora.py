@@ -279,7 +279,9 @@ def test_weights_of_products_in_8_bits_are_still_gathered_in_8_bits(low_rank_pro
             state, _ = opt.step(state, BATCH)
         trained.append(jax.device_get(state.params))
     gathered = sum(
-        one.bytes for one in program.collectives if one.kind == "all-gather" and one.in_loop
+        collective.bytes
+        for collective in program.collectives
+        if collective.kind == "all-gather" and collective.in_loop
     )
     numbers = (
         sum(leaf.size for leaf in jax.tree.leaves(host_params(gpt.init, CONFIG)["blocks"]))

@@ -73,11 +73,11 @@ def test_a_step_of_adamw_is_that_of_peft_and_comes_out_in_its_files(
     )
     state = opt.init(loaded(adapted, opened, folder))
     adapted.save(tmp_path / "same", state.params, model=opened)
-    ours, theirs = (
+    ours, peft_tensors = (
         load_file(path / "adapter_model.safetensors") for path in (tmp_path / "same", folder)
     )
-    assert ours.keys() == theirs.keys()
-    for name, numbers in theirs.items():
+    assert ours.keys() == peft_tensors.keys()
+    for name, numbers in peft_tensors.items():
         np.testing.assert_array_equal(ours[name], numbers, err_msg=name)
     state, metrics = opt.step(state, {"tokens": oracle.TOKENS.astype(np.int32)})
     np.testing.assert_allclose(metrics["loss"], results["loss"], rtol=1e-5)
@@ -268,9 +268,9 @@ def test_peft_computes_the_same_with_adapters_of_joined_tensors(name, tmp_path):
     np.testing.assert_allclose(
         logits(params), logits_of_theirs(tmp_path / "apart"), rtol=0, atol=1e-5
     )
-    again = loaded(adapted, model, tmp_path / "apart")
+    reloaded_params = loaded(adapted, model, tmp_path / "apart")
     for (key, leaf), other in zip(
-        jax.tree.leaves_with_path(params), jax.tree.leaves(again), strict=True
+        jax.tree.leaves_with_path(params), jax.tree.leaves(reloaded_params), strict=True
     ):
         np.testing.assert_array_equal(leaf, other, err_msg=jax.tree_util.keystr(key))
 
@@ -303,8 +303,8 @@ def test_an_a_for_each_joined_weight_is_a_module_of_higher_rank(joined):
     ]
     np.testing.assert_allclose(update, np.concatenate(expected), rtol=1e-5, atol=1e-6)
     zeros = jax.tree.map(np.zeros_like, params)
-    again = adapted.load(folder, base_of(params, zeros), model=model)
-    for leaf, other in zip(jax.tree.leaves(params), jax.tree.leaves(again), strict=True):
+    reloaded_params = adapted.load(folder, base_of(params, zeros), model=model)
+    for leaf, other in zip(jax.tree.leaves(params), jax.tree.leaves(reloaded_params), strict=True):
         np.testing.assert_array_equal(leaf, other)
 
 

@@ -103,12 +103,12 @@ def test_a_full_disk_is_told_wherever_it_is_said(error, cause, tmp_path):
     wrapped = RuntimeError("the writer failed")
     wrapped.__cause__ = error
     reason = cause.partition("] ")[2] or cause.partition(" ... ")[2]
-    for one, said in (
+    for raised, said in (
         (error, f"{type(error).__name__}: {cause}"),
         (wrapped, f"RuntimeError: the writer failed ... {reason}"),
     ):
         assert (
-            str(write_error("save", tmp_path, 1, one))
+            str(write_error("save", tmp_path, 1, raised))
             == f"save: step 1 could not be written to {tmp_path} ({said}).\n"
             "Fix: make room, then save again; checkpoints that were committed before are untouched."
         )
@@ -119,9 +119,9 @@ def test_restore_gives_state_and_extra(tmp_path, trained, same):
     extra = {"position": 3, "iterator": {"epoch": [1, 2.5, None, True, "x"]}}
     with Checkpoints(tmp_path, 1, 2) as checkpoints:
         checkpoints.save(state(), step=3, extra=extra)
-        found, again = checkpoints.restore(opt)  # without wait: restoring waits
-        assert same(found, state())
-        assert again == extra
+        restored, restored_extra = checkpoints.restore(opt)  # without wait: restoring waits
+        assert same(restored, state())
+        assert restored_extra == extra
         checkpoints.save(state(), step=4)
         assert checkpoints.restore(opt, step=3)[1] == extra
         assert checkpoints.restore(opt)[1] == {}
@@ -172,7 +172,7 @@ def test_what_is_saved_is_what_was_there(
 def test_a_fork_of_the_job_neither_saves_nor_waits(tmp_path, monkeypatch, complaint_of):
     """It has neither the lock nor the thread that writes."""
     with Checkpoints(tmp_path, 1, 2) as checkpoints:
-        own, pending = os.getpid(), Future()
+        pid, pending = os.getpid(), Future()
         checkpoints._pending = pending  # which never ends
         with monkeypatch.context() as patch:
             patch.setattr(os, "getpid", lambda: 7)
@@ -180,7 +180,7 @@ def test_a_fork_of_the_job_neither_saves_nor_waits(tmp_path, monkeypatch, compla
                 complaint_of(
                     lambda: checkpoints.save(small(1), step=1), so.errors.CheckpointInUseError
                 )
-                == f"Checkpoints: {tmp_path} is written to by process {own}, and this one, 7, is a"
+                == f"Checkpoints: {tmp_path} is written to by process {pid}, and this one, 7, is a"
                 " fork of it.\nFix: write in the process that began to."
             )
             checkpoints._pending = pending

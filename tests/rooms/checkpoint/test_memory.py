@@ -50,18 +50,18 @@ def equal(a, b):
 def test_what_is_packed_comes_back_on_the_same_devices():
     opt = make(4)
     state = opt.init(PARAMS)
-    found = unpack(bytes(pack(state, 7, {"position": 3})))
-    assert (found.step, found.extra) == (7, {"position": 3})
-    whole, problem = assemble([found], opt.abstract_state())
+    piece = unpack(bytes(pack(state, 7, {"position": 3})))
+    assert (piece.step, piece.extra) == (7, {"position": 3})
+    snapshot, problem = assemble([piece], opt.abstract_state())
     assert problem == ""
-    back = place_snapshot(whole, opt.abstract_state())
+    back = place_snapshot(snapshot, opt.abstract_state())
     assert equal(back, state)
     assert [leaf.sharding for leaf in jax.tree.leaves(back)] == [
         leaf.sharding for leaf in jax.tree.leaves(state)
     ]
     sgd = so.fsdp(optax.sgd(0.1), opt.mesh, loss_fn, min_shard_elements=1)
     sgd.init(PARAMS)
-    assert assemble([found], sgd.abstract_state()) == (None, "it holds other leaves")
+    assert assemble([piece], sgd.abstract_state()) == (None, "it holds other leaves")
 
 
 def pieces_of(snapshot, count):
@@ -91,10 +91,10 @@ def test_pieces_of_some_processes_become_the_state_of_others(before, after):
     new.init(wide, jax.random.key(8))
     pieces = list(pieces_of(unpack(bytes(pack(state, 7, {}))), before))
     for order in (pieces, pieces[::-1], [pieces[0], *pieces]):  # replicas hold the same
-        whole, problem = assemble(order, new.abstract_state())
+        snapshot, problem = assemble(order, new.abstract_state())
         assert problem == ""
-        assert whole.extra == order[0].extra
-        assert equal(place_snapshot(whole, new.abstract_state()), state)
+        assert snapshot.extra == order[0].extra
+        assert equal(place_snapshot(snapshot, new.abstract_state()), state)
     assert assemble(pieces[1:], new.abstract_state()) == (None, "a piece of it is lost or damaged")
 
     def one_is_enough():
@@ -132,8 +132,8 @@ def test_a_vault_keeps_two_generations_of_what_arrives_whole(vaults):
     vaults._all[0].process.wait()
     assert vault.list_pieces(address, token) == []
     assert vault.get(address, token, 0, 14, "1/1") is None
-    again = vaults.environment()[vault.ADDRESSES].split(",")
-    assert vault.list_pieces(again[0], token) == []
+    new_addresses = vaults.environment()[vault.ADDRESSES].split(",")
+    assert vault.list_pieces(new_addresses[0], token) == []
 
 
 def test_only_steps_of_one_attempt_are_put_together():
@@ -144,8 +144,11 @@ def test_only_steps_of_one_attempt_are_put_together():
         ("b", 1, 8, "0/2"),
         ("b", 0, 8, "2/1"),
     ]
-    found = complete_steps(held, later_than=7)
-    assert [(one.step, one.group) for one in found] == [(8, "2/1"), (8, "0/2")]
+    complete_groups = complete_steps(held, later_than=7)
+    assert [(complete_step.step, complete_step.group) for complete_step in complete_groups] == [
+        (8, "2/1"),
+        (8, "0/2"),
+    ]
     assert complete_steps(held, later_than=8) == []
 
 
@@ -208,4 +211,4 @@ def test_fit_goes_on_from_the_newest_that_is_left(
     assert f"Resuming from {resumed}" in capsys.readouterr().err
     assert equal(state, unbroken)
     (attempts,) = json.loads((tmp_path / "goodput.json").read_text()).values()
-    assert [one["ended_well"] for one in attempts] == [False, True]
+    assert [attempt["ended_well"] for attempt in attempts] == [False, True]

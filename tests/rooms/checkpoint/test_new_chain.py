@@ -393,8 +393,10 @@ def test_each_replica_goes_on_with_its_own_state(chain, tmp_path):
         opt_state = by_hand(opt_state, new_tx.init(make_params()))
         steps = range(BEFORE, BEFORE + AFTER)
         params, opt_state = one_device(new_tx, params, opt_state, steps, rows=rows)
-        own = jax.tree.map(lambda leaf: leaf[replica], state.opt_state)  # noqa: B023
-        shared = state._replace(params=own.params.value, opt_state=own.optimizer.value)
+        replica_state = jax.tree.map(lambda leaf: leaf[replica], state.opt_state)  # noqa: B023
+        shared = state._replace(
+            params=replica_state.params.value, opt_state=replica_state.optimizer.value
+        )
         assert_same(shared, params, opt_state)
 
 

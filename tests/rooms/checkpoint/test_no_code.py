@@ -62,7 +62,7 @@ def uses(tree):
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected_use"),
     [
         ("import pickle", "pickle"),
         ("def f():\n    from dill import loads", "dill"),
@@ -72,8 +72,8 @@ def uses(tree):
         ("re.compile(x); ast.literal_eval(x)", None),
     ],
 )
-def test_the_search_finds_what_it_looks_for(text, found):
-    assert [what for _, what in uses(ast.parse(text))] == ([found] if found else [])
+def test_the_search_finds_what_it_looks_for(text, expected_use):
+    assert [use for _, use in uses(ast.parse(text))] == ([expected_use] if expected_use else [])
 
 
 def test_no_module_of_ours_can_read_a_pickle_or_run_what_it_reads():
@@ -83,11 +83,11 @@ def test_no_module_of_ours_can_read_a_pickle_or_run_what_it_reads():
     """
     modules = sorted(PACKAGE.rglob("*.py"))
     assert len(modules) > 100
-    found = {
+    uses_by_path = {
         str(path.relative_to(PACKAGE)): list(uses(ast.parse(path.read_text(), filename=str(path))))
         for path in modules
     }
-    assert {path: lines for path, lines in found.items() if lines} == {}
+    assert {path: lines for path, lines in uses_by_path.items() if lines} == {}
 
 
 PROGRAM = """

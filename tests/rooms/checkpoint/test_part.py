@@ -93,7 +93,7 @@ PARTS = {
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_is_read_and_nothing_else(part, saved, capsys):
     folder, state = saved
-    choose, num_bytes, left = PARTS[part]
+    choose, num_bytes, unread_note = PARTS[part]
     wanted = choose(state)
     mesh = so.make_mesh(data=4, tensor=2)
     so.restore(folder, {"step": abstract(state.step, mesh)})  # imports and caches
@@ -107,7 +107,7 @@ def test_a_part_is_read_and_nothing_else(part, saved, capsys):
     text = capsys.readouterr().err
     count = len(jax.tree.leaves(wanted))
     assert text.startswith(f"restore: step 1 in {folder}: {count} of 12 leaves were read.\n")
-    assert left in text
+    assert unread_note in text
 
 
 def test_a_backbone_gets_a_new_head_on_another_mesh(saved):

@@ -33,17 +33,17 @@ def saved(tmp_path_factory, make_opt, new_params, steps_on):
     """Return a function from a place to (folder with step 2 saved from there, state after step 4
     there).
     """
-    made = {}
+    saves = {}
 
     def at(place):
-        if place not in made:
+        if place not in saves:
             strategy, sizes = PLACES[place]
             opt, folder = make_opt(strategy, **sizes), tmp_path_factory.mktemp(place)
             state = steps_on(opt, opt.init(new_params()), 0, 2)
             save(folder, state)
             values = jax.tree.map(np.array, state)
-            made[place] = folder, values, jax.tree.map(np.array, steps_on(opt, state, 2, 5))
-        return made[place]
+            saves[place] = folder, values, jax.tree.map(np.array, steps_on(opt, state, 2, 5))
+        return saves[place]
 
     return at
 
@@ -88,10 +88,10 @@ def test_other_place_holds_the_same_values_and_goes_on(
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(
         lambda leaf: leaf.sharding, wanted
     )
-    for found, expected in zip(
+    for continued_leaf, expected in zip(
         jax.tree.leaves(steps_on(opt, state, 2, 5)), jax.tree.leaves(final), strict=True
     ):
-        np.testing.assert_allclose(np.asarray(found), expected, rtol=2e-5, atol=2e-6)
+        np.testing.assert_allclose(np.asarray(continued_leaf), expected, rtol=2e-5, atol=2e-6)
 
 
 def test_the_restored_state_compiles_nothing_new(saved, make_opt, new_params, steps_on):
@@ -100,10 +100,10 @@ def test_the_restored_state_compiles_nothing_new(saved, make_opt, new_params, st
     with compilations() as fresh:
         steps_on(opt, opt.init(new_params()), 0, 1)
     state = restore(folder, opt)
-    with compilations() as again:
+    with compilations() as compile_messages:
         steps_on(opt, state, 2, 3)
     assert any("jit(step)" in text for text in fresh)
-    assert again == []
+    assert compile_messages == []
 
 
 def test_orbax_alone_reads_it(saved):
@@ -117,15 +117,15 @@ def test_orbax_alone_reads_it(saved):
         target = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=mesh), tree
         )
-        found = reader.restore(folder / "2" / "state", target)
-    assert found["params"]["layer%2E0"].keys() == {"up%2Fw", "b"}
+        tree_of_orbax = reader.restore(folder / "2" / "state", target)
+    assert tree_of_orbax["params"]["layer%2E0"].keys() == {"up%2Fw", "b"}
     np.testing.assert_array_equal(
-        found["params"]["layer%2E0"]["up%2Fw"], values.params["layer.0"]["up/w"]
+        tree_of_orbax["params"]["layer%2E0"]["up%2Fw"], values.params["layer.0"]["up/w"]
     )
     np.testing.assert_array_equal(
-        found["opt_state"]["0"]["mu"]["down"]["0"], values.opt_state[0].mu["down"][0]
+        tree_of_orbax["opt_state"]["0"]["mu"]["down"]["0"], values.opt_state[0].mu["down"][0]
     )
-    assert len(jax.tree.leaves(found)) == len(flat)
+    assert len(jax.tree.leaves(tree_of_orbax)) == len(flat)
     with ocp.CheckpointManager(folder, item_names=("state",)) as manager:
         assert manager.all_steps() == [2]
 
@@ -171,14 +171,14 @@ def test_all_dtypes_keys_and_empty_arrays(tmp_path, make_opt, same):
         ),
         tree,
     )
-    found = restore(tmp_path, wanted)
+    restored = restore(tmp_path, wanted)
 
     def integers(tree):
         return {k: jax.random.key_data(v) if k.startswith("key") else v for k, v in tree.items()}
 
-    assert same(integers(found), integers(tree))
-    assert found["keys"].dtype == tree["keys"].dtype
-    assert found["keys"].sharding.is_equivalent_to(sharded, 1)
+    assert same(integers(restored), integers(tree))
+    assert restored["keys"].dtype == tree["keys"].dtype
+    assert restored["keys"].sharding.is_equivalent_to(sharded, 1)
 
 
 def test_float64_stays_float64(tmp_path, make_opt, new_params, steps_on, x64, same):
@@ -309,9 +309,9 @@ def test_an_abstract_state_is_filled_as_it_is_placed(
     folder, values, _ = saved("fsdp-8")
     opt = make_opt(so.zero, data=4)
     wanted = opt.abstract_state(new_params())
-    found = restore(folder, wanted)
-    assert same(found, values)
-    assert jax.tree.map(lambda leaf: leaf.sharding, found) == jax.tree.map(
+    restored = restore(folder, wanted)
+    assert same(restored, values)
+    assert jax.tree.map(lambda leaf: leaf.sharding, restored) == jax.tree.map(
         lambda leaf: leaf.sharding, wanted
     )
     with so.Checkpoints(folder, 1, None) as checkpoints:
@@ -338,14 +338,14 @@ def test_an_abstract_state_is_filled_as_it_is_placed(
     ],
 )
 def test_what_nothing_can_be_restored_into(target, listed, tmp_path, complaint_of):
-    what = "target must be an optimizer, or a pytree of jax.ShapeDtypeStruct with shardings."
+    requirement = "target must be an optimizer, or a pytree of jax.ShapeDtypeStruct with shardings."
     fix = (
         "Fix: pass opt, or opt.abstract_state(abstract_params); or make leaves by"
         " jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, spec))."
     )
     assert (
         complaint_of(lambda: restore(tmp_path, target), TypeError)
-        == f"restore: {what}\n{listed}{fix}"
+        == f"restore: {requirement}\n{listed}{fix}"
     )
 
 

@@ -107,8 +107,8 @@ def test_every_damage_to_every_kind_of_file_is_named(kind, damage, run, trained,
     assert lines[0] == f"restore: step 3 in {run} is damaged."
     name = f"  {victim.relative_to(run)}: "
     assert lines[1].startswith(name)
-    found = lines[1].removeprefix(name).split(" (")[0]
-    assert found in reason
+    cause = lines[1].removeprefix(name).split(" (")[0]
+    assert cause in reason
     assert lines[2:] == [REMEDY.format(run=run, back=2)]
 
 

@@ -27,9 +27,9 @@ RULE = {
 @pytest.mark.parametrize("rule", RULE)
 def test_one_rule_for_every_dtype(rule):
     stacked, merged = RULE[rule]
-    found = merge_replicas(stacked)
-    assert found.dtype == stacked.dtype
-    assert found.tolist() == merged
+    merged_leaf = merge_replicas(stacked)
+    assert merged_leaf.dtype == stacked.dtype
+    assert merged_leaf.tolist() == merged
     assert merge_replicas(stacked.T, axis=1).tolist() == merged
 
 
@@ -39,8 +39,10 @@ def test_of_random_keys_the_first_is_taken():
 
 @pytest.mark.parametrize("new", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_restored_replicas_follow_it(new, tmp_path):
-    own = PerReplica({rule: stacked for rule, (stacked, _) in RULE.items()} | {"keys": KEYS})
-    state = so.TrainState(jnp.int32(1), {"w": jnp.ones(2)}, own, jnp.zeros(2, jnp.uint32))
+    per_replica = PerReplica(
+        {rule: stacked for rule, (stacked, _) in RULE.items()} | {"keys": KEYS}
+    )
+    state = so.TrainState(jnp.int32(1), {"w": jnp.ones(2)}, per_replica, jnp.zeros(2, jnp.uint32))
     placed = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=HERE), state
     )
@@ -48,11 +50,11 @@ def test_restored_replicas_follow_it(new, tmp_path):
     def stack(leaf):
         return jax.ShapeDtypeStruct((new, *leaf.shape[1:]), leaf.dtype, sharding=HERE)
 
-    wanted = placed._replace(opt_state=jax.tree.map(stack, own))
+    wanted = placed._replace(opt_state=jax.tree.map(stack, per_replica))
     so.save(tmp_path, state)
-    found = so.restore(tmp_path, wanted)
-    for name, leaf in found.opt_state.value.items():
-        merged = merge_replicas(own.value[name])
+    restored = so.restore(tmp_path, wanted)
+    for name, leaf in restored.opt_state.value.items():
+        merged = merge_replicas(per_replica.value[name])
         assert leaf.shape == (new, *merged.shape)
         for replica in leaf:
             assert jnp.array_equal(*map(as_numbers, (replica, merged)))
@@ -92,5 +94,5 @@ def as_numbers(leaf):
 def test_error_feedback_memory_follows_it(mesh_of):
     memory = {"w": jnp.array([[1.0, 2.0], [3.0, 6.0]])}
     stacked = so.transforms.on_mesh(optax.identity(), mesh_of(data=3), "data")
-    found = stacked.resized(so.reducers.ErrorFeedback(memory))
-    assert found.value["w"].tolist() == [[2.0, 4.0]] * 3
+    resized_state = stacked.resized(so.reducers.ErrorFeedback(memory))
+    assert resized_state.value["w"].tolist() == [[2.0, 4.0]] * 3

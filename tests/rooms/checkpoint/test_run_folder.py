@@ -25,14 +25,14 @@ def small(value):
     return {"a": jnp.full(4, value)}
 
 
-@pytest.mark.parametrize("left", ["nothing", "an empty folder", "no folder above it"])
-def test_a_folder_deleted_under_the_job_is_made_again(left, tmp_path, caplog):
+@pytest.mark.parametrize("remains", ["nothing", "an empty folder", "no folder above it"])
+def test_a_folder_deleted_under_the_job_is_made_again(remains, tmp_path, caplog):
     folder = tmp_path / "runs" / "a"
     with Checkpoints(folder, 1, 2) as checkpoints:
         checkpoints.save(small(1), step=1)
         checkpoints.wait()
-        shutil.rmtree(folder.parent if left == "no folder above it" else folder)
-        if left == "an empty folder":
+        shutil.rmtree(folder.parent if remains == "no folder above it" else folder)
+        if remains == "an empty folder":
             folder.mkdir()
         checkpoints.save(small(2), step=2)
         checkpoints.save(small(3), step=3)
@@ -90,8 +90,8 @@ def test_a_folder_that_is_no_longer_mounted_is_not_made_again_beneath(tmp_path, 
         assert list((tmp_path / "mount").iterdir()) == []
 
 
-@pytest.mark.parametrize("left", ["nothing", "a folder with checkpoints"])
-def test_a_folder_deleted_on_another_machine(left, tmp_path, monkeypatch, complaint_of, caplog):
+@pytest.mark.parametrize("remains", ["nothing", "a folder with checkpoints"])
+def test_a_folder_deleted_on_another_machine(remains, tmp_path, monkeypatch, complaint_of, caplog):
     """Over NFS what a descriptor stands for is then stale, and so it may be what is looked up by
     name.
     """
@@ -101,9 +101,13 @@ def test_a_folder_deleted_on_another_machine(left, tmp_path, monkeypatch, compla
         checkpoints.wait()
         stale = {checkpoints._lock._folder, checkpoints._lock._lock.descriptor}
         patch.setattr(
-            os, "fstat", lambda one: (_ for _ in ()).throw(STALE) if one in stale else fstat(one)
+            os,
+            "fstat",
+            lambda descriptor: (
+                (_ for _ in ()).throw(STALE) if descriptor in stale else fstat(descriptor)
+            ),
         )
-        if left == "nothing":
+        if remains == "nothing":
             shutil.rmtree(folder)
             checkpoints.save(small(2), step=2)
             assert (
@@ -203,12 +207,12 @@ def test_what_is_written_into_a_folder_that_was_deleted_is_not_committed(
 ):
     """The writer of arrays makes folders that it misses, without what was in them."""
     folder = tmp_path / "run"
-    for one, step in ((Checkpoints(folder, 1, 2), 1), (None, 2)):
+    for checkpoints, step in ((Checkpoints(folder, 1, 2), 1), (None, 2)):
         with monkeypatch.context() as patch:
             before(patch, "write_manifest", (folder / ".lock").unlink)
-            if one is not None:
-                one.save(small(step), step=step)
-                message = complaint_of(one.close)
+            if checkpoints is not None:
+                checkpoints.save(small(step), step=step)
+                message = complaint_of(checkpoints.close)
             else:
                 message = complaint_of(lambda step=step: save(folder, small(step), step=step))
         assert message.split("\n")[0].endswith(

@@ -30,26 +30,26 @@ def test_orbax_is_asked_for_shards(tmp_path, trained, make_opt, monkeypatch):
 
     from shardopt.checkpoint._read import restore
 
-    asked = []
+    requests = []
 
     class Spy(ocp.ArrayRestoreArgs):
         def __post_init__(self):
             super().__post_init__()
-            asked.append(self)
+            requests.append(self)
 
     _, state = trained
     save(tmp_path, state())
     monkeypatch.setattr(ocp, "ArrayRestoreArgs", Spy)
     opt = make_opt(so.zero, data=4)
-    found = restore(tmp_path, opt)
+    restored = restore(tmp_path, opt)
     wanted = [(str(leaf.sharding), leaf.shape) for leaf in jax.tree.leaves(opt.abstract_state())]
-    assert {(str(one.sharding), one.global_shape) for one in asked} == set(wanted)
-    assert all(arguments.strict for arguments in asked)
-    assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(
+    assert {(str(request.sharding), request.global_shape) for request in requests} == set(wanted)
+    assert all(arguments.strict for arguments in requests)
+    assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(
         lambda x: x.sharding, opt.abstract_state()
     )
     held = {
-        shard.data.shape for shard in found.opt_state[0].mu["layer.0"]["up/w"].addressable_shards
+        shard.data.shape for shard in restored.opt_state[0].mu["layer.0"]["up/w"].addressable_shards
     }
     assert held == {(16, 8)}
 

@@ -84,7 +84,9 @@ def copy_wrong(monkeypatch):
         monkeypatch.setattr(
             _memory,
             "pack",
-            lambda state, step, *rest: pack(wrong(state) if step in steps else state, step, *rest),
+            lambda state, step, *arguments: pack(
+                wrong(state) if step in steps else state, step, *arguments
+            ),
         )
 
     return copy

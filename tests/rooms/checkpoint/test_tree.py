@@ -103,9 +103,9 @@ def test_leaves_that_share_a_path_are_refused(second, complaint_of):
 )
 def test_containers_of_json_come_back_exactly(tree):
     description = json.loads(json.dumps(describe_structure(jax.tree.structure(tree))))
-    again = rebuild(description, jax.tree.leaves(tree))
-    assert again == tree
-    assert jax.tree.structure(again) == jax.tree.structure(tree)
+    rebuilt_tree = rebuild(description, jax.tree.leaves(tree))
+    assert rebuilt_tree == tree
+    assert jax.tree.structure(rebuilt_tree) == jax.tree.structure(tree)
 
 
 def test_types_that_cannot_be_rebuilt_are_named(complaint_of):

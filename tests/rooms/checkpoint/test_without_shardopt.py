@@ -25,13 +25,13 @@ def documented(start):
     section = (
         PAGE.read_text().partition("## Reading one without shardopt\n")[2].partition("\n## ")[0]
     )
-    found = [
+    matches = [
         block
         for block in re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
         if start in block
     ]
-    assert len(found) == 1
-    return found[0]
+    assert len(matches) == 1
+    return matches[0]
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +91,11 @@ def read_apart(folder, code, forbidden, result):
         return {path.replace("|", "/"): file[path] for path in file}
 
 
-def assert_same(found, wanted):
-    assert found.keys() == wanted.keys()
+def assert_same(arrays, wanted):
+    assert arrays.keys() == wanted.keys()
     for path, array in wanted.items():
         np.testing.assert_array_equal(
-            found[path], array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
+            arrays[path], array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
         )
 
 
@@ -111,13 +111,13 @@ def test_orbax_alone_reads_every_array(saved):
 
 def test_tensorstore_alone_reads_every_array(saved):
     folder, wanted = saved
-    found = read_apart(
+    arrays = read_apart(
         folder,
         documented("tensorstore"),
         ["shardopt", "jax", "orbax", "orbax.checkpoint"],
         "arrays",
     )
-    assert_same(found, wanted)
+    assert_same(arrays, wanted)
 
 
 def test_the_files_are_those_of_the_table(saved):
@@ -127,5 +127,5 @@ def test_the_files_are_those_of_the_table(saved):
     listed = set(
         re.findall(r"`([\w./]+)`", "\n".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)))
     )
-    there = {path.name + "/" * path.is_dir() for path in (saved[0] / "15").iterdir()}
-    assert there == listed
+    file_names = {path.name + "/" * path.is_dir() for path in (saved[0] / "15").iterdir()}
+    assert file_names == listed

@@ -150,8 +150,8 @@ def test_states_without_parameters_and_with_little_else(tmp_path):
     wanted = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
-    found = restore(tmp_path, wanted)
-    assert jax.tree.structure(found) == jax.tree.structure(state)
+    restored = restore(tmp_path, wanted)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
 
 
 @jax.tree_util.register_pytree_node_class

@@ -237,7 +237,7 @@ def test_every_placement_is_the_one_asked_for(placement, remat):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "batch_size", "asked", "micro_batches"),
+    ("mesh", "batch_size", "requested_count", "micro_batches"),
     [
         ("auto", 16, None, 4),  # twice the stages
         ("auto", 12, None, 2),  # 6 sequences a device, which 4 does not divide
@@ -248,9 +248,11 @@ def test_every_placement_is_the_one_asked_for(placement, remat):
         ("data=8", 16, None, 1),  # no pipeline
     ],
 )
-def test_micro_batches_by_themselves_keep_the_stages_busy(mesh, batch_size, asked, micro_batches):
-    where = dataclasses.replace(HYBRID, mesh=mesh, micro_batches=asked)
-    assert make(where, batch_size)[1].loss.micro_batches == micro_batches
+def test_micro_batches_by_themselves_keep_the_stages_busy(
+    mesh, batch_size, requested_count, micro_batches
+):
+    device_options = dataclasses.replace(HYBRID, mesh=mesh, micro_batches=requested_count)
+    assert make(device_options, batch_size)[1].loss.micro_batches == micro_batches
 
 
 def test_layers_that_are_given_are_kept():
@@ -266,13 +268,15 @@ def test_a_pipeline_of_one_stage_has_no_schedule():
 
 
 @pytest.mark.parametrize(
-    ("strategy", "schedule", "kept"),
+    ("strategy", "schedule", "kept_pipeline"),
     [
         ("fsdp", "interleaved", PipelineOptions()),
         ("hybrid", "gpipe", PipelineOptions(placement="zero1", schedule="interleaved", remat=True)),
     ],
 )
-def test_a_resumed_run_keeps_what_has_a_meaning_under_its_new_strategy(strategy, schedule, kept):
+def test_a_resumed_run_keeps_what_has_a_meaning_under_its_new_strategy(
+    strategy, schedule, kept_pipeline
+):
     before = TrainOptions(
         where=HYBRID, pipeline=PipelineOptions("zero1", "interleaved", remat=True)
     )
@@ -281,4 +285,4 @@ def test_a_resumed_run_keeps_what_has_a_meaning_under_its_new_strategy(strategy,
         where=dataclasses.replace(HYBRID, strategy=strategy),
         pipeline=dataclasses.replace(before.pipeline, schedule=schedule),
     )
-    assert saved_defaults(before, now) == dataclasses.replace(before, pipeline=kept)
+    assert saved_defaults(before, now) == dataclasses.replace(before, pipeline=kept_pipeline)

@@ -116,8 +116,8 @@ def test_an_option_that_help_leaves_out_works():
 def test_flags_can_be_given_whatever_the_run_before_had(before):
     """A run that is resumed takes its saved options for defaults, and was perhaps resumed itself."""
     saved = TrainOptions(run=dataclasses.replace(TrainOptions().run, resume=before, debug=before))
-    given = parse(["train", "--resume", "--debug"], saved).run
-    assert (given.resume, given.debug) == (True, True)
+    run_options = parse(["train", "--resume", "--debug"], saved).run
+    assert (run_options.resume, run_options.debug) == (True, True)
     assert not parse(["train", "--no-debug"], saved).run.debug
 
 
@@ -221,8 +221,8 @@ def test_the_number_of_devices_is_positive():
     ],
 )
 def test_optimizers_are_read(text, name, arguments):
-    factory, found = find_optimizer(text)
-    assert (factory, found) == (optimizers()[name], arguments)
+    factory, parsed_arguments = find_optimizer(text)
+    assert (factory, parsed_arguments) == (optimizers()[name], arguments)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_anything_but_a_name_with_literal_arguments_is_refused(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "what", "fix"),
+    ("text", "problem", "fix"),
     [
         (
             "adamv",
@@ -267,8 +267,10 @@ def test_anything_but_a_name_with_literal_arguments_is_refused(text):
         ),
     ],
 )
-def test_unknown_optimizers_and_arguments_are_refused_with_what_is_near(text, what, fix):
-    with pytest.raises(ValueError, match=f"^{re.escape(f'train: {what}')}\nFix: {re.escape(fix)}"):
+def test_unknown_optimizers_and_arguments_are_refused_with_what_is_near(text, problem, fix):
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(f'train: {problem}')}\nFix: {re.escape(fix)}"
+    ):
         make_optimizer(text, learning_rate=0.1, steps=10, clip=1.0)
 
 

@@ -58,10 +58,10 @@ def test_what_to_type_is_python(capsys):
     ids=lambda layout: layout.schedule,
 )
 def test_the_schedule_to_type_is_that_of_the_layout(layout):
-    found = eval(_builder_text(layout, layout.schedule), {"so": so, "functools": functools})(
+    schedule = eval(_builder_text(layout, layout.schedule), {"so": so, "functools": functools})(
         layout.pipeline, layout.micro_batches
     )
-    assert (found.name, found.ticks) == (layout.table().name, layout.table().ticks)
+    assert (schedule.name, schedule.ticks) == (layout.table().name, layout.table().ticks)
 
 
 def test_plan_takes_an_optimizer_and_lists_as_many_layouts_as_asked_for(capsys):

@@ -256,12 +256,17 @@ def test_a_damaged_config_is_named(train, tmp_path):
     ],
 )
 def test_every_strategy_is_the_one_asked_for(name, placement):
-    where = DeviceOptions(
+    device_options = DeviceOptions(
         strategy=name, micro_batches=2, gather_dtype="bfloat16" if name == "fsdp" else None
     )
     mesh = mesh_of("auto", jax.devices())
-    opt = make_strategy(TrainOptions(where=where), optax.sgd(0.1), mesh, gpt.model(gpt.config()))
+    opt = make_strategy(
+        TrainOptions(where=device_options), optax.sgd(0.1), mesh, gpt.model(gpt.config())
+    )
     assert opt.config.placement == placement
     assert opt.config.strategy == name.rstrip("123")
-    assert (opt.config.loss.micro_batches, opt.config.wire.gather_dtype) == (2, where.gather_dtype)
+    assert (opt.config.loss.micro_batches, opt.config.wire.gather_dtype) == (
+        2,
+        device_options.gather_dtype,
+    )
     assert opt.config.layout.rules == check_rules(gpt.rules)

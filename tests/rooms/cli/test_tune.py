@@ -148,13 +148,13 @@ def test_what_is_written_has_the_same_loss_in_transformers_and_in_peft(
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "lora" / "adapters")
     lines = conversations.read_text().splitlines()
     held_out = [json.loads(lines[i]) for i in np.random.default_rng(0).permutation(200)[:10]]
-    for run_dir, theirs in (("full", full), ("lora", adapted)):
+    for run_dir, reference_model in (("full", full), ("lora", adapted)):
         total, count = 0.0, 0
         for document in held_out:
             tokens = torch.as_tensor([document["tokens"]])
             mask = torch.as_tensor(document["weights"])[1:]
             with torch.no_grad():
-                logits = theirs.eval()(input_ids=tokens[:, :-1]).logits[0]
+                logits = reference_model.eval()(input_ids=tokens[:, :-1]).logits[0]
             nats = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none")
             total, count = total + float((nats * mask).sum()), count + int(mask.sum())
         last = json.loads((tmp_path / run_dir / "metrics.jsonl").read_text().splitlines()[-1])

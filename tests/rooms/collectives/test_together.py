@@ -43,8 +43,8 @@ def compiled(f, mesh, *, out_specs):
     """
     split = per_device(f, mesh, in_specs=([spec(dim) for _, dim in SHAPES],), out_specs=out_specs)
     lowered = jax.jit(so.mesh.on_mesh(mesh, split)).lower(leaves())
-    found = so.hlo.audit(lowered, mesh=mesh).collectives
-    return lowered.compile(), [one.kind for one in found]
+    collectives = so.hlo.audit(lowered, mesh=mesh).collectives
+    return lowered.compile(), [collective.kind for collective in collectives]
 
 
 DIMS = [dim for _, dim in SHAPES]
@@ -57,8 +57,8 @@ def test_gathered_leaves_are_those_that_travelled_alone(mesh_of):
         return all_gather(xs, WIRES)
 
     run, sent = compiled(f, mesh_of(data=4), out_specs=SPECS)
-    for whole, x in zip(run(leaves()), leaves(), strict=True):
-        np.testing.assert_array_equal(whole, x)
+    for gathered, x in zip(run(leaves()), leaves(), strict=True):
+        np.testing.assert_array_equal(gathered, x)
     assert sent == ["all-gather"] * 2, "one a dtype"
 
     def f(xs):
@@ -72,8 +72,8 @@ def test_gathered_leaves_are_those_that_travelled_alone(mesh_of):
 def test_scattered_sums_are_those_of_leaves_that_travelled_alone(bucket_bytes, sums, mesh_of):
     def f(xs):
         rank = jax.lax.axis_index("data")
-        whole = [(rank + 1).astype(x.dtype) * x for x in all_gather(xs, WIRES)]
-        return reduce_scatter(whole, WIRES, bucket_bytes=bucket_bytes)
+        gathered = [(rank + 1).astype(x.dtype) * x for x in all_gather(xs, WIRES)]
+        return reduce_scatter(gathered, WIRES, bucket_bytes=bucket_bytes)
 
     run, sent = compiled(f, mesh_of(data=4), out_specs=[spec(dim) for dim in DIMS])
     for part, x, dim in zip(run(leaves()), leaves(), DIMS, strict=True):

@@ -32,19 +32,19 @@ def test_collectives_over_a_whole_torus():
         transformer.abstract_batch(shape, 64),
         topology="v5p:4x4x4",
     )
-    blocks, found = shape.num_parameters - 2 * 8192 * 1024 - 1024, report.audit
+    blocks, audit = shape.num_parameters - 2 * 8192 * 1024 - 1024, report.audit
     # gathered in bfloat16, blocks twice, in a loop, and the head once; rows of the embedding are
     # exchanged
     gathered = 2 * blocks + 8192 * 1024
-    assert found.of("all-gather").total.wire_bytes == pytest.approx(
+    assert audit.of("all-gather").total.wire_bytes == pytest.approx(
         2 * gathered * 63 / 64, rel=0.05
     )
     if jax.__version_info__ >= (0, 11):  # compiled with so.runtime.compiler_options
-        scattered = found.of("reduce-scatter").total.wire_bytes
+        scattered = audit.of("reduce-scatter").total.wire_bytes
         assert scattered == pytest.approx(
             4 * (shape.num_parameters - 8192 * 1024) * 63 / 64, rel=0.05
         )
-        assert any(one.asynchronous for one in found.of("all-gather").collectives)
+        assert any(collective.asynchronous for collective in audit.of("all-gather").collectives)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_collectives_over_a_whole_torus():
     ids=str,
 )
 def test_a_weight_is_read_as_it_arrives(shape, dim, layouts):
-    found = jax.make_jaxpr(lambda x: in_gathered_layout(x, dim))(jnp.zeros(shape)).eqns
-    assert [equation.params["layout"].major_to_minor for equation in found] == layouts
+    equations = jax.make_jaxpr(lambda x: in_gathered_layout(x, dim))(jnp.zeros(shape)).eqns
+    assert [equation.params["layout"].major_to_minor for equation in equations] == layouts
 
 
 @pytest.mark.slow

@@ -47,12 +47,12 @@ def test_options_are_a_dict(mesh_of):
 )
 def test_what_chips_are_told(kind, offloads, vmem_mib):
     devices = np.array([types.SimpleNamespace(device_kind=kind)])
-    found = so.runtime.compiler_options(
+    options = so.runtime.compiler_options(
         types.SimpleNamespace(devices=devices, shape={"data": devices.size})
     )
     has_options = jax.__version_info__ >= (0, 11)
-    assert any("sparse_core" in name for name in found) is (offloads and has_options)
-    vmem = {name: value for name, value in found.items() if "vmem" in name}
+    assert any("sparse_core" in name for name in options) is (offloads and has_options)
+    vmem = {name: value for name, value in options.items() if "vmem" in name}
     assert vmem == (
         {"xla_tpu_scoped_vmem_limit_kib": vmem_mib * 1024} if vmem_mib and has_options else {}
     )
@@ -63,10 +63,10 @@ def test_what_chips_are_told(kind, offloads, vmem_mib):
 )
 def test_what_tensor_sends_stays_whole_on_tpu(kind, tensor, is_told):
     devices = np.array([types.SimpleNamespace(device_kind=kind)] * 4)
-    found = so.runtime.compiler_options(
+    options = so.runtime.compiler_options(
         types.SimpleNamespace(devices=devices, shape={"data": 4 // tensor, "tensor": tensor})
     )
-    assert any("windowed_einsum" in name for name in found) is (
+    assert any("windowed_einsum" in name for name in options) is (
         is_told and jax.__version_info__ >= (0, 11)
     )
 
@@ -75,9 +75,9 @@ def test_what_tensor_sends_stays_whole_on_tpu(kind, tensor, is_told):
 def test_what_the_compiler_dies_of_is_left_out(chips, scattered):
     """so.planning.aot of a pod of v5p:16x16x16 ended in SIGFPE."""
     devices = np.array([types.SimpleNamespace(device_kind="TPU v5")] * chips)
-    found = so.runtime.compiler_options(
+    options = so.runtime.compiler_options(
         types.SimpleNamespace(devices=devices, shape={"data": devices.size})
     )
     has_options = jax.__version_info__ >= (0, 11)
-    assert any("nd_reduce_scatter" in name for name in found) is (scattered and has_options)
-    assert any("offload_reduce_scatter" in name for name in found) is has_options
+    assert any("nd_reduce_scatter" in name for name in options) is (scattered and has_options)
+    assert any("offload_reduce_scatter" in name for name in options) is has_options

@@ -81,11 +81,11 @@ def params_of(opt):
 def test_a_strategy_that_was_sent_places_all_leaves_as_before(mesh_of, name, sizes):
     rules = RULES if sizes.get("tensor", 1) > 1 else []
     opt = STRATEGIES[name](optax.adamw(0.1), mesh_of(**sizes), loss_fn, rules=rules)
-    again = sent(opt)
-    assert again is not opt
-    assert again.mesh == opt.mesh
+    received_opt = sent(opt)
+    assert received_opt is not opt
+    assert received_opt.mesh == opt.mesh
     abstract = {"w": jax.ShapeDtypeStruct((16, 16), jnp.float32)}
-    assert again.specs(abstract) == opt.specs(abstract)
+    assert received_opt.specs(abstract) == opt.specs(abstract)
 
 
 @pytest.mark.fast
@@ -99,11 +99,11 @@ def test_a_mesh_that_a_loss_or_an_optimizer_holds_is_sent_too(mesh_of, holder):
         loss = LossWithDevice(mesh)
     if holder == "optimizer":
         tx = so.transforms.zero(tx, "data", mesh)
-    again = sent(so.fsdp(tx, mesh, loss, rules=RULES))
-    assert again.mesh == mesh
+    received_opt = sent(so.fsdp(tx, mesh, loss, rules=RULES))
+    assert received_opt.mesh == mesh
     if holder == "object":
-        assert again.config.loss.loss_fn.device is mesh.devices.flat[0]
-        assert again.config.loss.loss_fn.sharding.mesh == mesh
+        assert received_opt.config.loss.loss_fn.device is mesh.devices.flat[0]
+        assert received_opt.config.loss.loss_fn.sharding.mesh == mesh
 
 
 @pytest.mark.fast
@@ -273,8 +273,8 @@ def test_the_same_devices_keep_their_places_and_the_types_of_axes(mesh_of):
 def test_devices_of_another_kind_are_arranged_anew(devices_there, mesh_of):
     shape = _recipe._mesh_shape(mesh_of(data=4, tensor=2), ["data"])
     fields = {"platform": "gpu", "device_kind": "H200", "process_index": 0}
-    others = [SimpleNamespace(id=7 - i, **fields) for i in range(8)]
-    devices_there(others)
+    foreign_devices = [SimpleNamespace(id=7 - i, **fields) for i in range(8)]
+    devices_there(foreign_devices)
     seen_grids = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_recipe, "Mesh", lambda grid, *_, **__: seen_grids.append(grid))

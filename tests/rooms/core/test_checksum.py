@@ -113,6 +113,8 @@ def test_limbs_are_added_without_an_error():
     totals = np.random.default_rng(0).integers(0, 2**32, (1000, 2), dtype=np.uint32)
     limbs = jnp.sum(jax.vmap(to_limbs)(totals), axis=0)
     assert np.array_equal(np.asarray(from_limbs(limbs)), np.sum(totals, axis=0, dtype=np.uint32))
-    one, other = jnp.asarray(totals[0]), jnp.asarray(totals[1])
-    assert (np.asarray(joined([one, other])) != np.asarray(joined([other, one]))).all()
+    first_total, other = jnp.asarray(totals[0]), jnp.asarray(totals[1])
+    assert (
+        np.asarray(joined([first_total, other])) != np.asarray(joined([other, first_total]))
+    ).all()
     assert checksum(jnp.zeros((0, 3))).tolist() == [0, 0]

@@ -34,18 +34,18 @@ def segments(row):
     return [np.flatnonzero(row["segment_ids"] == i) for i in range(1, row["segment_ids"].max() + 1)]
 
 
-def assert_same_rows(ours, theirs):
-    assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        for name in one:
-            np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+def assert_same_rows(ours, expected_rows):
+    assert len(ours) == len(expected_rows)
+    for row, other in zip(ours, expected_rows, strict=True):
+        for name in row:
+            np.testing.assert_array_equal(row[name], other[name], err_msg=name)
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(100, marks=pytest.mark.slow)])
 def test_every_token_is_in_one_row_once_and_in_order(count):
     def prop(documents, length, open_rows):
         rows = list(data.pack(documents, length, open_rows=open_rows))
-        found = {}  # first token of a piece -> the piece
+        packed_pieces = {}  # first token of a piece -> the piece
         for row in rows:
             assert {name: (x.shape, str(x.dtype)) for name, x in row.items()} == {
                 name: ((length,), "float32" if name == "weights" else "int32") for name in row
@@ -55,7 +55,7 @@ def test_every_token_is_in_one_row_once_and_in_order(count):
             for at in segments(row):
                 assert (np.diff(at) == 1).all()
                 np.testing.assert_array_equal(row["positions"][at], np.arange(len(at)))
-                found[row["tokens"][at[0]]] = row["tokens"][at]
+                packed_pieces[row["tokens"][at[0]]] = row["tokens"][at]
             for name, values in row.items():
                 assert not values[~used].any(), name
         wanted = [
@@ -63,9 +63,9 @@ def test_every_token_is_in_one_row_once_and_in_order(count):
             for document in documents
             for i in range(0, len(document), length)
         ]
-        assert sum(len(segments(row)) for row in rows) == len(found) == len(wanted)
+        assert sum(len(segments(row)) for row in rows) == len(packed_pieces) == len(wanted)
         for piece in wanted:
-            np.testing.assert_array_equal(found[piece[0]], piece)
+            np.testing.assert_array_equal(packed_pieces[piece[0]], piece)
 
     fuzz(prop, document_lists(), LENGTHS, OPEN_ROWS, count=count)
 
@@ -80,7 +80,9 @@ def test_pairs_of_token_and_target_are_those_of_the_documents(count):
             for pair in zip(row["tokens"], row["targets"], row["weights"], strict=True)
         ]
         packed = sorted((token, target) for token, target, weight in pairs if weight == 1)
-        assert packed == sorted(pair for one in documents for pair in itertools.pairwise(one))
+        assert packed == sorted(
+            pair for document in documents for pair in itertools.pairwise(document)
+        )
         assert all(target == weight == 0 for _, target, weight in pairs if weight != 1)
 
     fuzz(prop, document_lists(), LENGTHS, OPEN_ROWS, count=count)
@@ -152,7 +154,9 @@ def test_the_files_of_a_corpus_and_any_iterable_are_documents(tmp_path):
         (tmp_path / f"{i}.txt").write_bytes(bytes([65 + i]) * (i + 1))
     corpus = data.open_corpus(tmp_path)
     documents = data.Documents(corpus)
-    assert [data.decode(one) for one in (documents[i] for i in range(len(documents)))] == [
+    assert [
+        data.decode(document) for document in (documents[i] for i in range(len(documents)))
+    ] == [
         "A",
         "BB",
         "CCC",
@@ -208,21 +212,21 @@ def test_windows_become_inputs_and_targets(tmp_path):
     (tmp_path / "text").write_bytes(b"to be or not to be")
     windows = data.Windows(data.open_corpus(tmp_path / "text"), 0, 18, 4)
     batch = next(iter(data.batches(windows, 2)))
-    apart = next(iter(data.batches(windows, 2).map(data.next_token)))
-    np.testing.assert_array_equal(apart["tokens"], batch["tokens"][:, :-1])
-    np.testing.assert_array_equal(apart["targets"], batch["tokens"][:, 1:])
+    split_batch = next(iter(data.batches(windows, 2).map(data.next_token)))
+    np.testing.assert_array_equal(split_batch["tokens"], batch["tokens"][:, :-1])
+    np.testing.assert_array_equal(split_batch["targets"], batch["tokens"][:, 1:])
     assert data.next_token(batch | {"weights": 3})["weights"] == 3
-    for wrong, found in [
-        (apart, "tokens [2, 4], targets [2, 4]"),
+    for wrong, shapes in [
+        (split_batch, "tokens [2, 4], targets [2, 4]"),
         ({"tokens": np.zeros((2, 1), int)}, "tokens [2, 1]"),
         ({"inputs": np.zeros((2, 3), int)}, "inputs [2, 3]"),
         ({}, "nothing"),
     ]:
-        what = (
+        message = (
             "data.next_token: a batch must have tokens [..., T + 1], T at least 1, and no targets; it"
-            f" has {found}."
+            f" has {shapes}."
         )
-        with pytest.raises(ValueError, match=f"^{re.escape(what)}$"):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             data.next_token(wrong)
 
 

@@ -53,10 +53,10 @@ def test_a_folder_is_read_in_the_order_of_paths_without_what_is_no_text(tmp_path
 def test_any_range_is_read_across_files(tmp_path):
     for i in range(5):
         (tmp_path / f"{i}.txt").write_bytes(bytes([65 + i]) * (i + 1))
-    whole, corpus = text(tmp_path), data.open_corpus(tmp_path)
-    assert whole == b"ABBCCCDDDDEEEEE"
+    contents, corpus = text(tmp_path), data.open_corpus(tmp_path)
+    assert contents == b"ABBCCCDDDDEEEEE"
     for begin, end in itertools.combinations(range(16), 2):
-        assert corpus.read(begin, end).tobytes() == whole[begin:end]
+        assert corpus.read(begin, end).tobytes() == contents[begin:end]
 
 
 def test_the_default_is_the_standard_library_alone():
@@ -75,11 +75,11 @@ def test_the_default_is_the_standard_library_alone():
 @pytest.mark.parametrize("count", range(1000, 1010))
 def test_windows_make_each_byte_but_the_first_a_target_once(tmp_path, count):
     corpus = digits(tmp_path / "text", count)
-    whole = corpus.read(0, count)
+    contents = corpus.read(0, count)
     for windows in data.split(corpus, 7, validation=0.3):
         targets = np.concatenate([windows[i]["tokens"][1:] for i in range(len(windows))])
         np.testing.assert_array_equal(
-            targets, whole[windows.begin + 1 : windows.begin + 1 + len(targets)]
+            targets, contents[windows.begin + 1 : windows.begin + 1 + len(targets)]
         )
         assert 0 <= windows.end - windows.begin - 1 - len(targets) < 7
         inputs = np.concatenate([windows[i]["tokens"][:-1] for i in range(len(windows))])
@@ -115,8 +115,10 @@ def test_an_epoch_holds_every_window_once_and_the_next_one_in_another_order(tmp_
 
 def test_the_seed_decides_the_order(tmp_path):
     windows, _ = data.split(digits(tmp_path / "text", 4000), 16)
-    first, again, other = (rows(data.batches(windows, 4, seed=seed), 5) for seed in (1, 1, 2))
-    np.testing.assert_array_equal(first, again)
+    first, repeated_rows, other = (
+        rows(data.batches(windows, 4, seed=seed), 5) for seed in (1, 1, 2)
+    )
+    np.testing.assert_array_equal(first, repeated_rows)
     assert (np.stack(first) != np.stack(other)).any()
 
 
@@ -151,7 +153,7 @@ def test_bytes_and_text_go_to_and_fro():
 def test_what_is_missing_or_empty_is_refused(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty.txt").touch()
-    for path, kind, what, fix in [
+    for path, kind, problem, fix in [
         (
             tmp_path / "none.txt",
             FileNotFoundError,
@@ -172,7 +174,7 @@ def test_what_is_missing_or_empty_is_refused(tmp_path):
         ),
     ]:
         with pytest.raises(
-            kind, match=f"^{re.escape(f'data.open_corpus: {what}')}\nFix: {re.escape(fix)}$"
+            kind, match=f"^{re.escape(f'data.open_corpus: {problem}')}\nFix: {re.escape(fix)}$"
         ):
             data.open_corpus(path)
 

@@ -51,19 +51,19 @@ def test_forward(strategy, mesh, options, mesh_of):
     state, batch = opt.init(PARAMS), rows_with()
     assert so.find_nan(opt, state, batch) is None
     batch["x"][[3, 11]], batch["mask"][3] = -1, False
-    found = so.find_nan(opt, state, batch)
-    assert (found.kind, found.direction, found.operation, found.leaf) == (
+    finding = so.find_nan(opt, state, batch)
+    assert (finding.kind, finding.direction, finding.operation, finding.leaf) == (
         "NaN",
         "forward",
         "log",
         "w",
     )
-    assert found.line == line_of(log_of_rows, "jnp.log")
-    assert (found.rows, found.gradients, found.turns) == ((11,), (), ())
+    assert finding.line == line_of(log_of_rows, "jnp.log")
+    assert (finding.rows, finding.gradients, finding.turns) == ((11,), (), ())
     devices = opt.mesh.devices.flatten()  # row 11 of 16 is with the device at 11/16 of them
     held = devices[11 * len(devices) // 16 :][:1]
-    assert set(found.devices) == set(held)
-    assert found.micro_batch == (1 if "micro_batches" in options else 0)
+    assert set(finding.devices) == set(held)
+    assert finding.micro_batch == (1 if "micro_batches" in options else 0)
 
 
 # a trace holds arrays of numpy as constants, those of jnp as operations
@@ -80,11 +80,11 @@ def test_backward_and_its_cause(mesh_of):
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=4), root)
     batch = np.ones((8, 3), np.float32)
     batch[6] = 0
-    found = so.find_nan(opt, opt.init({"w": np.ones(3, np.float32), "other": np.ones(())}), batch)
-    assert (found.kind, found.direction, found.operation) == ("infinite", "backward", "div")
-    assert found.line == line_of(root, "sqrt")
-    assert found.became_nan.startswith("mul, ")
-    assert (found.gradients, found.rows, found.devices) == (
+    finding = so.find_nan(opt, opt.init({"w": np.ones(3, np.float32), "other": np.ones(())}), batch)
+    assert (finding.kind, finding.direction, finding.operation) == ("infinite", "backward", "div")
+    assert finding.line == line_of(root, "sqrt")
+    assert finding.became_nan.startswith("mul, ")
+    assert (finding.gradients, finding.rows, finding.devices) == (
         ("w",),
         (6,),
         (opt.mesh.devices.flat[3],),
@@ -100,8 +100,8 @@ def test_a_loss_that_only_the_whole_batch_makes_nan_is_found(mesh_of):
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), weighted)
     state, batch = opt.init({"w": np.ones(3, np.float32)}), np.zeros((4, 3), np.float32)
     assert np.isnan(opt.evaluate(state, batch)["loss"])
-    found = so.find_nan(opt, state, batch)
-    assert (found.kind, found.direction, found.operation, found.rows) == (
+    finding = so.find_nan(opt, state, batch)
+    assert (finding.kind, finding.direction, finding.operation, finding.rows) == (
         "NaN",
         "forward",
         "div",
@@ -130,16 +130,16 @@ def test_a_block_is_a_turn_and_a_mask_of_infinities_is_no_finding(mesh_of):
         "in": np.ones((), np.float32),
     }
     opt = so.hybrid(optax.sgd(0.1), mesh_of(data=2, pipeline=2), MODEL, micro_batches=2)
-    found = so.find_nan(opt, opt.init(params), np.ones((4, 3), np.float32))
-    assert (found.kind, found.operation, found.leaf, found.turns) == (
+    finding = so.find_nan(opt, opt.init(params), np.ones((4, 3), np.float32))
+    assert (finding.kind, finding.operation, finding.leaf, finding.turns) == (
         "infinite",
         "exp",
         "blocks/rate",
         ((2, 4),),
     )
-    assert found.line == line_of(attend, "jnp.exp")
-    assert found.rows == (0, 1, 2, 3)
-    assert "every row (of 4)" in str(found)
+    assert finding.line == line_of(attend, "jnp.exp")
+    assert finding.rows == (0, 1, 2, 3)
+    assert "every row (of 4)" in str(finding)
 
 
 def dropped(params, batch, rng=None):
@@ -157,12 +157,16 @@ def test_a_key_is_that_of_the_step(mesh_of):
         if agreed == {True, False}:
             break
         state = opt.init({"w": np.ones((), np.float32)}, jax.random.key(seed))
-        found = so.find_nan(opt, state, batch)
+        finding = so.find_nan(opt, state, batch)
         _, metrics = opt.step(state, batch)
         bad = not np.isfinite(metrics["loss"])
-        assert (found is not None) == bad
+        assert (finding is not None) == bad
         agreed.add(bad)
-        assert not bad or (found.operation, found.leaf, found.rows) == ("argument", "batch", (5,))
+        assert not bad or (finding.operation, finding.leaf, finding.rows) == (
+            "argument",
+            "batch",
+            (5,),
+        )
     assert agreed == {True, False}
 
 
@@ -179,8 +183,8 @@ def test_a_while_loop_counts_its_turns(mesh_of):
         mesh_of(data=2),
         lambda p, b: while_loss(jax.lax.stop_gradient(p), b) + p["w"],
     )
-    found = so.find_nan(opt, opt.init({"w": np.array(2.0, np.float32)}), np.ones(4, np.float32))
-    assert (found.kind, found.operation, found.turns) == ("NaN", "log", ((2, 0),))
+    finding = so.find_nan(opt, opt.init({"w": np.array(2.0, np.float32)}), np.ones(4, np.float32))
+    assert (finding.kind, finding.operation, finding.turns) == ("NaN", "log", ((2, 0),))
 
 
 @pytest.mark.slow
@@ -225,10 +229,10 @@ def test_rows_that_weigh_nothing_are_a_finding(rng, mesh_of):
         {"x": np.ones(4), "weight": np.array([0, 0, 0, 1.0])},
     )
     assert so.find_nan(opt, state, batch) is None
-    found = so.find_nan(opt, state, batch | {"weight": np.zeros(4)})
-    assert (found.kind, found.direction, found.operation) == ("NaN", "forward", "div")
+    finding = so.find_nan(opt, state, batch | {"weight": np.zeros(4)})
+    assert (finding.kind, finding.direction, finding.operation) == ("NaN", "forward", "div")
     assert "  operation: div, so.losses.Weighted: the total of all rows / their weight\n" in str(
-        found
+        finding
     )
 
 

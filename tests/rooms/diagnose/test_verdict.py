@@ -82,8 +82,8 @@ def test_equal_sums_have_no_verdict():
 def test_one_wrong_result_of_one_device(count, column, phase):
     """Whatever it spreads to later: here all devices write another state."""
     spread = [(position, 7) for position in range(count)] if phase != WRITTEN else []
-    found = judge(runs(count, first=[(1, column), *spread]), {"data": count})
-    assert found == Verdict(phase, NAMED, (1,))
+    verdict = judge(runs(count, first=[(1, column), *spread]), {"data": count})
+    assert verdict == Verdict(phase, NAMED, (1,))
 
 
 @pytest.mark.parametrize("count", [3, 4, 8])

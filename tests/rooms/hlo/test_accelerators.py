@@ -21,9 +21,16 @@ def read(name, mesh):
 
 @pytest.mark.parametrize("platform", ["h100", "v5e"])
 def test_every_collective_on_an_accelerator(platform):
-    found = read(f"{platform}_collectives", CUBE)
+    report = read(f"{platform}_collectives", CUBE)
     assert [
-        (one.kind, one.axes, one.bytes, one.calls, one.conditional) for one in found.collectives
+        (
+            collective.kind,
+            collective.axes,
+            collective.bytes,
+            collective.calls,
+            collective.conditional,
+        )
+        for collective in report.collectives
     ] == [
         ("all-reduce", ("tensor",), SIZE, 15, False),
         ("all-gather", ("data",), 2 * SIZE, 5, False),
@@ -40,17 +47,17 @@ def test_fsdp_on_an_accelerator(platform, itemsize):
     # four blocks, two micro-batches: gathered forward and backward, scattered once; tensor halves
     # every leaf. The TPU multiplies in bfloat16 by default, and its compiler gathers in it.
     leaf = 1024 * 4096 // 2
-    found = read(f"{platform}_fsdp", {"data": 4, "tensor": 2})
-    large = found.of(axis="data", min_bytes=1024)
+    report = read(f"{platform}_fsdp", {"data": 4, "tensor": 2})
+    large = report.of(axis="data", min_bytes=1024)
     assert {kind: traffic.bytes for kind, traffic in large.by_kind().items()} == {
         "all-gather": 2 * 4 * 2 * 2 * leaf * itemsize,
         "reduce-scatter": 2 * 4 * 2 * leaf * 4,
     }
-    assert all(one.in_loop for one in large.collectives)
-    activations = found.of(axis="tensor", min_bytes=1024).by_axis()
+    assert all(collective.in_loop for collective in large.collectives)
+    activations = report.of(axis="tensor", min_bytes=1024).by_axis()
     assert activations == {("tensor",): (16, 16 * 8 * 1024 * 4, 16 * 8 * 1024 * 4)}
-    assert any(one.asynchronous for one in found.collectives)
-    assert not all(one.asynchronous for one in found.collectives)
+    assert any(collective.asynchronous for collective in report.collectives)
+    assert not all(collective.asynchronous for collective in report.collectives)
 
 
 LIBTPUS = ("0.0.42", "0.0.50.1", "0.0.52")
@@ -58,17 +65,23 @@ LIBTPUS = ("0.0.42", "0.0.50.1", "0.0.52")
 
 @pytest.mark.parametrize("libtpu", LIBTPUS)
 def test_collectives_on_the_sparse_core_of_every_libtpu(libtpu):
-    found = read(f"v6e_sparse_core_{libtpu}", {"data": 16})
+    report = read(f"v6e_sparse_core_{libtpu}", {"data": 16})
     size = 4096 * 1024 * 2
     assert [
-        (one.kind, one.bytes, one.wire_bytes, one.loops, one.asynchronous)
-        for one in found.collectives
+        (
+            collective.kind,
+            collective.bytes,
+            collective.wire_bytes,
+            collective.loops,
+            collective.asynchronous,
+        )
+        for collective in report.collectives
     ] == [
         ("all-gather", size, size * 15 // 16, (3,), True),
         ("reduce-scatter", size, size * 15 // 16, (3,), True),
         ("all-reduce", 2, 4, (), False),
     ]
-    assert found.unread == ()
+    assert report.unread == ()
 
 
 @pytest.mark.parametrize("libtpu", LIBTPUS)
@@ -76,15 +89,15 @@ def test_a_sparse_core_start_without_a_collective_is_reported(libtpu):
     text = (PROGRAMS / f"v6e_sparse_core_{libtpu}.hlo").read_text()
     hidden = text.replace("to_apply=%called_computation", "another_key=%called_computation")
     hidden = hidden.replace("called_computations={", "another_key={")
-    found = audit(hidden, mesh={"data": 16})
-    assert [one.kind for one in found.collectives] == ["all-reduce"]
-    assert [name.partition(".")[0] for name in found.unread] == ["all-gather", "reduce-scatter"]
-    line = f"{found.unread[0]}: starts work on the SparseCore in which no collective was found"
-    assert line in str(found)
+    report = audit(hidden, mesh={"data": 16})
+    assert [collective.kind for collective in report.collectives] == ["all-reduce"]
+    assert [name.partition(".")[0] for name in report.unread] == ["all-gather", "reduce-scatter"]
+    line = f"{report.unread[0]}: starts work on the SparseCore in which no collective was found"
+    assert line in str(report)
     with pytest.raises(
         AssertionError, match=r"does not send what it was meant to \(2 differences\)"
     ) as caught:
-        found.check([Expected("all-reduce", "data", 2)])
+        report.check([Expected("all-reduce", "data", 2)])
     assert line in str(caught.value)
 
 
@@ -163,10 +176,11 @@ STARTS = [
 def test_a_start_and_its_done_count_once(line, kind, size, asynchronous):
     opcode = line.split("(%p")[0].split()[-1]
     done = f"%d = f32[16]{{0}} {opcode.replace('-start', '-done')}(%s)"
-    found = audit(program(line, done), mesh={"data": 8}).collectives
-    assert [(one.kind, one.bytes, one.calls, one.asynchronous) for one in found] == [
-        (kind, size, 1, asynchronous)
-    ]
+    collectives = audit(program(line, done), mesh={"data": 8}).collectives
+    assert [
+        (collective.kind, collective.bytes, collective.calls, collective.asynchronous)
+        for collective in collectives
+    ] == [(kind, size, 1, asynchronous)]
 
 
 def test_a_wrapped_collective_counts_once():
@@ -179,10 +193,10 @@ def test_a_wrapped_collective_counts_once():
         "%u = ((f32[16]{0}), f32[2]{0}, u32[]) async-update(%s), calls=%wrapped",
         "%d = f32[2]{0} async-done(%u), calls=%wrapped",
     )
-    found = audit(program(*lines, more=wrapped), mesh={"data": 8}).collectives
-    assert [(one.kind, one.bytes, one.asynchronous) for one in found] == [
-        ("reduce-scatter", 64, True)
-    ]
+    collectives = audit(program(*lines, more=wrapped), mesh={"data": 8}).collectives
+    assert [
+        (collective.kind, collective.bytes, collective.asynchronous) for collective in collectives
+    ] == [("reduce-scatter", 64, True)]
 
 
 def test_a_computation_that_is_called_twice_counts_twice():
@@ -199,8 +213,8 @@ def test_a_computation_that_is_called_twice_counts_twice():
         "%x = f32[16]{0} conditional(%go, %p, %p), true_computation=%called,"
         " false_computation=%called"
     )
-    found = audit(program(branches, more=called), mesh={"data": 8}).collectives
-    assert [one.conditional for one in found] == [True, True]
+    collectives = audit(program(branches, more=called), mesh={"data": 8}).collectives
+    assert [collective.conditional for collective in collectives] == [True, True]
 
 
 def test_computations_that_nobody_calls_do_not_count():
@@ -222,10 +236,10 @@ def test_the_tpus_fusion_of_all_reduce_and_slice_is_a_reduce_scatter():
         " dynamic-slice(%ar, %at), dynamic_slice_sizes={4}\n}\n"
     )
     line = "%s = f32[4]{0:T(128)} fusion(%p), kind=kCustom, calls=%all-reduce-scatter"
-    found = audit(program(line, more=fused), mesh={"data": 8}).collectives
-    assert [(one.kind, one.bytes, one.wire_bytes) for one in found] == [
-        ("reduce-scatter", 128, 112)
-    ]
+    collectives = audit(program(line, more=fused), mesh={"data": 8}).collectives
+    assert [
+        (collective.kind, collective.bytes, collective.wire_bytes) for collective in collectives
+    ] == [("reduce-scatter", 128, 112)]
 
 
 @pytest.mark.parametrize(
@@ -239,9 +253,9 @@ def test_the_names_are_the_meshes_not_the_texts(form, mesh):
         f"%s = f32[16]{{0}} all-reduce(%p), channel_id=1, replica_groups={form},"
         " use_global_device_ids=true, to_apply=%add"
     )
-    found = audit(program(line), mesh=mesh).collectives[0]
-    assert found.axes == tuple(axis for axis in mesh if axis != "data")
-    assert found.group_size == math.prod(mesh.values()) // 2
+    collective = audit(program(line), mesh=mesh).collectives[0]
+    assert collective.axes == tuple(axis for axis in mesh if axis != "data")
+    assert collective.group_size == math.prod(mesh.values()) // 2
 
 
 def test_broadcasts_and_ragged_exchanges():
@@ -255,8 +269,10 @@ def test_broadcasts_and_ragged_exchanges():
             " replica_groups={{0,1,2,3,4,5,6,7}}"
         ),
     )
-    found = audit(program(*lines), mesh={"data": 8}).collectives
-    assert [(one.kind, one.bytes, one.wire_bytes) for one in found] == [
+    collectives = audit(program(*lines), mesh={"data": 8}).collectives
+    assert [
+        (collective.kind, collective.bytes, collective.wire_bytes) for collective in collectives
+    ] == [
         ("collective-broadcast", 64, 64),
         ("ragged-all-to-all", 128, 112),
     ]
@@ -266,18 +282,22 @@ def test_what_crosses_slices_is_a_collective_over_the_outermost_axis():
     """XLA:TPU compiles one program a slice, and sends what crosses slices to the runtime that
     connects them.
     """
-    found = read("v5e_two_slices", {"replica": 2, "data": 8, "pipeline": 1, "tensor": 1})
+    report = read("v5e_two_slices", {"replica": 2, "data": 8, "pipeline": 1, "tensor": 1})
     weight = 512 * 128
     large = [
-        (one.kind, one.axes, one.bytes, one.wire_bytes)
-        for one in found.of(min_bytes=1024).collectives
+        (collective.kind, collective.axes, collective.bytes, collective.wire_bytes)
+        for collective in report.of(min_bytes=1024).collectives
     ]
     assert sorted(large) == [
         ("all-gather", ("data",), 2 * weight, 2 * weight * 7 // 8),
         ("all-reduce", ("replica",), 4 * weight // 8, 4 * weight // 8),
         ("reduce-scatter", ("data",), 4 * weight, 4 * weight * 7 // 8),
     ]
-    assert [one.asynchronous for one in found.collectives if one.axes == ("replica",)] == [
+    assert [
+        collective.asynchronous
+        for collective in report.collectives
+        if collective.axes == ("replica",)
+    ] == [
         True,
         True,
     ]

@@ -62,8 +62,8 @@ def test_a_mesh_in_another_order_is_refused(program):
 
 def test_meshes_may_be_abstract_or_mappings(program):
     mesh = so.make_mesh(data=4, tensor=2)
-    for given in (mesh, mesh.abstract_mesh, {"data": 4, "tensor": 2}):
-        assert audit(program, X, mesh=given).collectives[0].axes == ("data",)
+    for mesh_form in (mesh, mesh.abstract_mesh, {"data": 4, "tensor": 2}):
+        assert audit(program, X, mesh=mesh_form).collectives[0].axes == ("data",)
 
 
 def test_abstract_arguments_without_shardings_are_refused(mesh_of):
@@ -87,8 +87,8 @@ def test_abstract_arguments_without_shardings_are_refused(mesh_of):
             audit(grads, params, rows, mesh=named)
     assert audit(grads.lower(params, rows)).collectives == ()
     split = NamedSharding(mesh, P("data"))
-    found = audit(grads, params, jax.ShapeDtypeStruct((16, 8), jnp.bfloat16, sharding=split))
-    assert {one.axes for one in found.collectives} == {("data",)}
+    report = audit(grads, params, jax.ShapeDtypeStruct((16, 8), jnp.bfloat16, sharding=split))
+    assert {collective.axes for collective in report.collectives} == {("data",)}
 
 
 def test_shardings_may_be_those_of_the_program(program):
@@ -114,11 +114,11 @@ def test_strange_programs_are_refused(program):
     )
     with refused(TypeError, f"audit: missing a required argument: 'state'.\n{fix}"):
         audit(opt.step)
-    what = (
+    message = (
         "audit: arguments belong to a function, not to a Compiled, which is lowered already.\nFix:"
         " leave them out."
     )
-    with refused(TypeError, what):
+    with refused(TypeError, message):
         audit(program.lower(X).compile(), X)
     fix = (
         "Fix: pass opt.config.schedule, or one of so.schedules made for these stages and"
@@ -134,11 +134,11 @@ def test_memory_counts_the_bytes_of_one_device(mesh_of):
     )
     state = opt.init({"w": jnp.ones((64, 64))})
     compiled = opt.step.lower(state, jnp.ones((16, 64))).compile()
-    found = memory(compiled)
+    usage = memory(compiled)
     weights, batch, small = 64 * 64 * 4, 2 * 64 * 4, 64
-    assert weights + batch <= found.arguments <= weights + batch + small
-    assert weights <= found.aliased <= found.outputs <= weights + small
-    assert found.peak == found.arguments + found.temporary + found.outputs - found.aliased
+    assert weights + batch <= usage.arguments <= weights + batch + small
+    assert weights <= usage.aliased <= usage.outputs <= weights + small
+    assert usage.peak == usage.arguments + usage.temporary + usage.outputs - usage.aliased
 
 
 def test_donated_inputs_are_those_that_are_overwritten():

@@ -11,11 +11,11 @@ from shardopt.pipeline import schedules
 pytestmark = pytest.mark.fast
 
 
-def program(line, operands="f32[2,3], f32[3,4]", more=""):
+def program(line, operands="f32[2,3], f32[3,4]", computations=""):
     shapes = operands.split(", f")
     lhs, rhs = shapes[0], f"f{shapes[1]}"
     return (
-        f"HloModule m\n\n{more}ENTRY %main (a: {lhs}, b: {rhs}) -> f32[2] {{\n"
+        f"HloModule m\n\n{computations}ENTRY %main (a: {lhs}, b: {rhs}) -> f32[2] {{\n"
         f"  %a = {lhs} parameter(0)\n  %b = {rhs} parameter(1)\n  ROOT {line}\n}}\n"
     )
 
@@ -92,8 +92,11 @@ def test_a_loop_in_a_pass_that_is_as_long_as_the_schedule_is_another():
     def tick_without(x, _):
         return jax.lax.scan(branching, x, jnp.arange(ticks) < 3)[0], None
 
-    for one, count in ((tick, schedule.num_micro_batches * ticks), (tick_without, ticks * ticks)):
-        run = jax.jit(lambda x, busy, one=one: jax.lax.scan(one, x, busy)[0])
+    for loop_body, count in (
+        (tick, schedule.num_micro_batches * ticks),
+        (tick_without, ticks * ticks),
+    ):
+        run = jax.jit(lambda x, busy, loop_body=loop_body: jax.lax.scan(loop_body, x, busy)[0])
         compiled = run.lower(jnp.ones((16, 16)), jnp.arange(ticks) < 4).compile()
         assert inner_product_flops(compiled, schedule=schedule) == count * product
 

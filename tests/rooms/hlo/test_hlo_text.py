@@ -146,7 +146,7 @@ ENTRY %main (p: f32[4]) -> f32[4] {
   ROOT %sum = f32[4]{0} add(%kernel, %p)
 }
 """
-    assert [one.opcode for one in parse(text).computations["main"]] == [
+    assert [instruction.opcode for instruction in parse(text).computations["main"]] == [
         "parameter",
         "custom-call",
         "add",

@@ -50,10 +50,10 @@ def mutants():
 def per_device(x, ids):
     """Use each collective, and the operations on arrays that have rules of their own."""
     rank = lax.axis_index("d")
-    whole = lax.all_gather(x, "d", tiled=True)
+    gathered = lax.all_gather(x, "d", tiled=True)
     moved = lax.ppermute(jnp.sin(x), "d", [(i, i + 1) for i in range(3)])
     exchanged = lax.all_to_all(x, "d", split_axis=1, concat_axis=0, tiled=True)
-    scattered = lax.psum_scatter(whole @ x.T, "d", scatter_dimension=0, tiled=True)
+    scattered = lax.psum_scatter(gathered @ x.T, "d", scatter_dimension=0, tiled=True)
     looked_up = jnp.zeros((6, 8)).at[ids].add(x[:2] * 2)[ids[::-1]]
     largest, places = lax.top_k(x, 3)
     ordered = jnp.sort(x, axis=0) + lax.cumsum(x, axis=1)
@@ -61,7 +61,7 @@ def per_device(x, ids):
     count, total = lax.while_loop(
         lambda s: s[0] < 2 + rank, lambda s: (s[0] + 1, s[1] * 1.5), (0, lax.psum(x, "d"))
     )
-    window = lax.dynamic_slice(whole, (rank * 2, 1), (2, 5))
+    window = lax.dynamic_slice(gathered, (rank * 2, 1), (2, 5))
     return (
         moved,
         exchanged,

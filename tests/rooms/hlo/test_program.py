@@ -41,8 +41,14 @@ def mapped(function, mesh):
 
 def rows(function, mesh, x=X):
     return [
-        (one.kind, one.axes, one.bytes, one.wire_bytes, one.calls)
-        for one in look(function, mesh, x).collectives
+        (
+            collective.kind,
+            collective.axes,
+            collective.bytes,
+            collective.wire_bytes,
+            collective.calls,
+        )
+        for collective in look(function, mesh, x).collectives
     ]
 
 
@@ -72,8 +78,8 @@ def test_every_collective_over_every_set_of_axes(sizes, axes, order):
     shift = [(i, (i + 1) % n) for i in range(n)]
 
     def program(x):
-        whole = lax.all_gather(lax.psum(jnp.sin(x), axes), axes, tiled=True)
-        part = lax.psum_scatter(jnp.cos(whole), axes, tiled=True)
+        gathered = lax.all_gather(lax.psum(jnp.sin(x), axes), axes, tiled=True)
+        part = lax.psum_scatter(jnp.cos(gathered), axes, tiled=True)
         part = lax.all_to_all(jnp.tanh(part), axes, 0, 0, tiled=True)
         return lax.ppermute(jnp.exp(part), axes, shift)
 
@@ -104,16 +110,16 @@ def test_axes_of_size_one_neither_appear_nor_count():
 
 
 def test_a_single_device_sends_nothing():
-    found = audit(jax.jit(lambda x: x @ x.T), X)
-    assert (found.collectives, found.total, found.by_axis()) == ((), (0, 0, 0), {})
-    assert str(found) == "jit__lambda: 0 collectives on one device"
+    report = audit(jax.jit(lambda x: x @ x.T), X)
+    assert (report.collectives, report.total, report.by_axis()) == ((), (0, 0, 0), {})
+    assert str(report) == "jit__lambda: 0 collectives on one device"
 
 
 def test_what_travels_together_is_summed():
     mesh = make_mesh({"data": 8})
-    found = look(lambda x: lax.psum((jnp.sin(x), x.astype(jnp.int32), x.sum()), "data"), mesh)
-    assert sum(one.bytes for one in found.collectives) == 2 * SIZE + 4
-    assert sorted(shape for one in found.collectives for shape in one.shapes) == [
+    report = look(lambda x: lax.psum((jnp.sin(x), x.astype(jnp.int32), x.sum()), "data"), mesh)
+    assert sum(collective.bytes for collective in report.collectives) == 2 * SIZE + 4
+    assert sorted(shape for collective in report.collectives for shape in collective.shapes) == [
         "f32[64,16]",
         "f32[]",
         "s32[64,16]",
@@ -124,9 +130,9 @@ def test_what_travels_together_is_summed():
 @pytest.mark.parametrize("dtype", ["bool", "int8", "int32", "uint32", "float16", "float32"])
 def test_bytes_of_other_types(dtype):
     mesh = make_mesh({"data": 8})
-    found = rows(lambda x: lax.all_gather(x, "data", tiled=True), mesh, X.astype(dtype))
+    table_rows = rows(lambda x: lax.all_gather(x, "data", tiled=True), mesh, X.astype(dtype))
     size = jnp.dtype(dtype).itemsize * 64 * 16 * 8
-    assert found == [("all-gather", ("data",), size, size * 7 // 8, 1)]
+    assert table_rows == [("all-gather", ("data",), size, size * 7 // 8, 1)]
 
 
 @pytest.mark.parametrize(
@@ -142,14 +148,14 @@ def test_half_an_axis_is_a_part_of_it_and_no_axis(groups, axes):
     audit = look(
         lambda x: lax.psum(x, "data", axis_index_groups=[list(group) for group in groups]), mesh
     )
-    found = audit.collectives[0]
-    assert (found.axes, found.part, found.groups, found.group_size) == (
+    collective = audit.collectives[0]
+    assert (collective.axes, collective.part, collective.groups, collective.group_size) == (
         axes,
         axes is not None,
         groups,
         4,
     )
-    assert (found.bytes, found.wire_bytes) == (SIZE, 2 * SIZE * 3 // 4)
+    assert (collective.bytes, collective.wire_bytes) == (SIZE, 2 * SIZE * 3 // 4)
     assert audit.by_axis() == {axes: (1, SIZE, 2 * SIZE * 3 // 4)}
     over = (
         "mixed groups outside of loops" if axes is None else "data outside of loops in steps of 4"
@@ -180,17 +186,22 @@ def nested(x):
 
 
 def test_loops_multiply():
-    found = look(nested, make_mesh(SHAPES[1]))
-    assert [(one.axes, one.loops, one.calls, one.in_loop) for one in found.collectives] == [
+    report = look(nested, make_mesh(SHAPES[1]))
+    assert [
+        (collective.axes, collective.loops, collective.calls, collective.in_loop)
+        for collective in report.collectives
+    ] == [
         (("tensor",), (5, 3), 15, True),
         (("data",), (5,), 5, True),
         (("data", "tensor"), (), 1, False),
     ]
-    assert found.total.bytes == 21 * SIZE
-    assert found.by_axis()[("tensor",)] == (15, 15 * SIZE, 15 * SIZE)
-    assert [one.axes for one in found.of(in_loop=False).collectives] == [("data", "tensor")]
-    assert len(found.of(axis="data").collectives) == 2
-    assert found.of("all-gather").collectives == ()
+    assert report.total.bytes == 21 * SIZE
+    assert report.by_axis()[("tensor",)] == (15, 15 * SIZE, 15 * SIZE)
+    assert [collective.axes for collective in report.of(in_loop=False).collectives] == [
+        ("data", "tensor")
+    ]
+    assert len(report.of(axis="data").collectives) == 2
+    assert report.of("all-gather").collectives == ()
 
 
 def test_a_loop_of_unknown_length_is_said_to_be_unknown():
@@ -204,14 +215,14 @@ def test_a_loop_of_unknown_length_is_said_to_be_unknown():
             go, lambda state: (state[0] + 1, lax.psum(state[1], "data")), (0.0, x)
         )[1]
 
-    found = look(program, mesh)
-    assert [(one.loops, one.calls, one.bytes) for one in found.collectives] == [
-        ((None,), None, SIZE)
-    ]
-    assert found.total == (None, None, None)
-    assert found.total_wire_bytes is None
-    assert "data: ? bytes sent per device in ? calls" in str(found)
-    assert str(found).endswith("?: in a loop whose trip count the program does not tell")
+    report = look(program, mesh)
+    assert [
+        (collective.loops, collective.calls, collective.bytes) for collective in report.collectives
+    ] == [((None,), None, SIZE)]
+    assert report.total == (None, None, None)
+    assert report.total_wire_bytes is None
+    assert "data: ? bytes sent per device in ? calls" in str(report)
+    assert str(report).endswith("?: in a loop whose trip count the program does not tell")
 
 
 def test_a_loop_of_runtime_length_is_unknown():
@@ -231,8 +242,10 @@ def test_branches_count_as_taken_and_say_so():
         x = lax.cond(x[0, 0] > 0, lambda v: lax.psum(v, "data"), lambda v: v * 2, x)
         return lax.pmax(x, "data")
 
-    found = look(program, mesh).collectives
-    assert [(one.kind, one.conditional, one.calls) for one in found] == [
+    collectives = look(program, mesh).collectives
+    assert [
+        (collective.kind, collective.conditional, collective.calls) for collective in collectives
+    ] == [
         ("all-reduce", True, 1),
         ("all-reduce", False, 1),
     ]
@@ -251,12 +264,15 @@ def test_branches_in_the_loop_over_ticks_count_as_often_as_the_schedule_takes_th
     rows = jnp.arange(schedule.num_ticks)
     program = mapped(lambda x: lax.scan(tick, x, rows)[0], mesh)
     ticks = schedule.num_ticks
-    found = audit(program, X, mesh=mesh, schedule=schedule)
-    assert [(one.conditional, one.loops) for one in found.collectives] == [
+    report = audit(program, X, mesh=mesh, schedule=schedule)
+    assert [(collective.conditional, collective.loops) for collective in report.collectives] == [
         (True, (8, 3)),
         (False, (ticks,)),
     ]
-    assert [one.loops for one in audit(program, X, mesh=mesh).collectives] == [(ticks, 3), (ticks,)]
+    assert [collective.loops for collective in audit(program, X, mesh=mesh).collectives] == [
+        (ticks, 3),
+        (ticks,),
+    ]
 
 
 def test_branches_elsewhere_than_in_the_loop_over_ticks_are_taken_each_time():
@@ -277,9 +293,9 @@ def test_branches_elsewhere_than_in_the_loop_over_ticks_are_taken_each_time():
         return lambda v: lax.scan(lambda v, row: (tick(v, row), None), v, jnp.arange(ticks))[0]
 
     def loops(function):
-        (found,) = audit(mapped(function, mesh), X, mesh=mesh, schedule=schedule).collectives
-        assert found.conditional
-        return found.loops
+        (collective,) = audit(mapped(function, mesh), X, mesh=mesh, schedule=schedule).collectives
+        assert collective.conditional
+        return collective.loops
 
     passes = over_ticks(lambda v, row: lax.cond(row > 3, send, jnp.cos, v))
     assert loops(passes) == (taken,)
@@ -304,7 +320,7 @@ def test_a_schedule_that_is_not_the_programs_is_refused():
         "Fix: pass the schedule that the program was made with, such as opt.config.schedule, or"
         " none."
     )
-    what = (
+    problem = (
         f"audit: the schedule has {other.num_ticks} ticks, and no loop of the program turns so"
         " often: "
     )
@@ -317,20 +333,20 @@ def test_a_schedule_that_is_not_the_programs_is_refused():
     def unknown(x):
         return lax.while_loop(lambda v: v.sum() > 0, jnp.sin, x)
 
-    for function, there in (
+    for function, loops_message in (
         (lambda x: lax.psum(x, "data"), "it has no loop."),
         (lambda x: turn(turn(x, 3), 7), "its loops turn 3, 7 times."),
         (lambda x: unknown(turn(x, 3)), "its loops turn 3, unknown times."),
     ):
         with pytest.raises(ValueError) as caught:  # noqa: PT011
             audit(mapped(function, mesh), X, mesh=mesh, schedule=other)
-        assert str(caught.value) == f"{what}{there}\n{fix}"
+        assert str(caught.value) == f"{problem}{loops_message}\n{fix}"
     # one that turns once is no loop, and each pass is run once
     once = so.schedules.eager_one_f_one_b(1, 1)
     assert once.num_ticks == 1
     assert [
-        one.loops
-        for one in audit(
+        collective.loops
+        for collective in audit(
             mapped(lambda x: turn(x, 3), mesh), X, mesh=mesh, schedule=once
         ).collectives
     ] == [(3,)]
@@ -349,16 +365,17 @@ def test_the_partitioners_collectives_are_found_on_the_programs_own_mesh():
     )
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 16), (16, 32), (32, 16))]
     compiled = two_layers.lower(*shapes).compile()
-    for found in (
+    for report in (
         audit(two_layers, *shapes),
         audit(two_layers.lower(*shapes)),
         audit(compiled),
         audit(compiled, mesh=mesh),
     ):
-        assert found.mesh_shape == {"data": 2, "tensor": 4}
-        assert [(one.kind, one.axes, one.bytes) for one in found.collectives] == [
-            ("all-reduce", ("tensor",), 4 * 16 * 4)
-        ]
+        assert report.mesh_shape == {"data": 2, "tensor": 4}
+        assert [
+            (collective.kind, collective.axes, collective.bytes)
+            for collective in report.collectives
+        ] == [("all-reduce", ("tensor",), 4 * 16 * 4)]
 
 
 def test_the_mesh_is_taken_from_the_arguments_too():
@@ -370,13 +387,15 @@ def test_the_mesh_is_taken_from_the_arguments_too():
 
 def test_pmap_is_a_mesh_of_one_axis():
     program = jax.pmap(lambda x: lax.psum(x, "i"), axis_name="i")
-    found = audit(program, jnp.ones((8, 16)), mesh={"i": 8}).collectives
-    assert [(one.kind, one.axes, one.bytes) for one in found] == [("all-reduce", ("i",), 64)]
+    collectives = audit(program, jnp.ones((8, 16)), mesh={"i": 8}).collectives
+    assert [(collective.kind, collective.axes, collective.bytes) for collective in collectives] == [
+        ("all-reduce", ("i",), 64)
+    ]
 
 
 def test_the_table():
-    found = look(nested, make_mesh(SHAPES[1]))
-    lines = str(found).splitlines()
+    report = look(nested, make_mesh(SHAPES[1]))
+    lines = str(report).splitlines()
     assert lines[0] == "jit_nested: 3 collectives on data=4, tensor=2"
     assert lines[1].split() == [
         "kind",

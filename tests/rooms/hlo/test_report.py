@@ -49,10 +49,10 @@ GOOD = [Expected("all-reduce", "data", SIZE, calls=1, in_loop=False)]
 
 def test_a_reduction_after_the_loop_is_as_promised(mesh_of):
     # the compiler may merge the loss into it: its four bytes are then part of the sum
-    found = look(mesh_of, after, data=4, tensor=2)
-    found.check([Expected("all-reduce", "data", SIZE)], min_bytes=64, rtol=4 / SIZE)
+    report = look(mesh_of, after, data=4, tensor=2)
+    report.check([Expected("all-reduce", "data", SIZE)], min_bytes=64, rtol=4 / SIZE)
     with pytest.raises(AssertionError, match="expected 4,000 bytes, found 4,"):
-        found.check([Expected("all-reduce", "data", 4000)], min_bytes=64)
+        report.check([Expected("all-reduce", "data", 4000)], min_bytes=64)
 
 
 BREAKS = {
@@ -81,41 +81,41 @@ BREAKS = {
     ),
 )
 def test_a_broken_reducer_is_noticed(broken, mesh_of):
-    found = look(mesh_of, BREAKS[broken], data=4, tensor=2)
+    report = look(mesh_of, BREAKS[broken], data=4, tensor=2)
     with pytest.raises(AssertionError, match="does not send what it was meant to"):
-        found.check(GOOD, min_bytes=64, rtol=0.01)
+        report.check(GOOD, min_bytes=64, rtol=0.01)
 
 
 def test_the_message_has_every_difference_and_the_table(mesh_of):
-    found = look(mesh_of, BREAKS["one a micro-batch"], data=4, tensor=2)
+    report = look(mesh_of, BREAKS["one a micro-batch"], data=4, tensor=2)
     message = (
         "audit: the compiled program does not send what it was meant to (3 differences).\n"
         "  all-reduce over data outside of loops: expected 4,096 bytes in 1 call, found none\n"
         "  all-gather over data x tensor: expected 8 bytes, found none\n"
         "  all-reduce over data in a loop: not expected, found 16,384 bytes in 4 calls\n"
-        f"{found.of(min_bytes=64)}"
+        f"{report.of(min_bytes=64)}"
     )
     with pytest.raises(AssertionError, match=f"^{re.escape(message)}$"):
-        found.check([*GOOD, Expected("all-gather", ("tensor", "data"), 8)], min_bytes=64)
+        report.check([*GOOD, Expected("all-gather", ("tensor", "data"), 8)], min_bytes=64)
 
 
 def test_rows_add_up_and_axes_of_size_one_drop_out(mesh_of):
-    found = look(mesh_of, after, data=8)
+    report = look(mesh_of, after, data=8)
     rows = [
         Expected("all-reduce", ("data", "tensor"), SIZE // 2),
         Expected("all-reduce", "data", SIZE // 2),
         Expected("all-gather", "tensor", 12345),
     ]
-    found.check(rows, min_bytes=64, rtol=4 / SIZE)
+    report.check(rows, min_bytes=64, rtol=4 / SIZE)
 
 
 def test_rows_may_tell_loops_apart(mesh_of):
     def both(grads, inside):
         return lax.pmean(jnp.sin(grads), "data")
 
-    found = look(mesh_of, both, data=8).of(min_bytes=64)
-    found.check([Expected("all-reduce", "data", 5 * SIZE, calls=5)], rtol=0.001)
-    found.check(
+    report = look(mesh_of, both, data=8).of(min_bytes=64)
+    report.check([Expected("all-reduce", "data", 5 * SIZE, calls=5)], rtol=0.001)
+    report.check(
         [Expected("all-reduce", "data", SIZE), Expected("all-reduce", "data", 4 * SIZE, 4, True)],
         rtol=0.001,
     )
@@ -123,7 +123,7 @@ def test_rows_may_tell_loops_apart(mesh_of):
         AssertionError,
         match=r"in a loop: expected 16,384 bytes in 3 calls, found 16,384 bytes in 4 calls",
     ):
-        found.check(
+        report.check(
             [
                 Expected("all-reduce", "data", SIZE),
                 Expected("all-reduce", "data", 4 * SIZE, 3, True),
@@ -139,9 +139,9 @@ def test_an_unknown_trip_count_never_passes(mesh_of):
         return lax.fori_loop(0, n, lambda i, x: lax.psum(x, "data"), x)
 
     shards = jax.shard_map(program, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    found = audit(jax.jit(shards), jnp.ones(16), jnp.int32(3), mesh=mesh)
+    report = audit(jax.jit(shards), jnp.ones(16), jnp.int32(3), mesh=mesh)
     with pytest.raises(AssertionError, match="found 1 instruction in a loop of unknown trip count"):
-        found.check([Expected("all-reduce", "data", 0)])
+        report.check([Expected("all-reduce", "data", 0)])
 
 
 def test_unknown_axes_in_a_row_are_refused(mesh_of):
@@ -165,7 +165,7 @@ def test_strategies_can_be_audited_as_they_are(strategy, mesh_of):
         mesh_of(data=8),
         lambda params, batch: jnp.mean((batch @ params["w"]) ** 2),
     )
-    found = audit(opt.step, opt.init(params), jnp.ones((8, 64))).of(min_bytes=1024)
+    report = audit(opt.step, opt.init(params), jnp.ones((8, 64))).of(min_bytes=1024)
     size = 64 * 64 * 4
     rows = {
         so.ddp: [Expected("all-reduce", "data", size)],
@@ -174,4 +174,4 @@ def test_strategies_can_be_audited_as_they_are(strategy, mesh_of):
         # weights
         so.fsdp: [Expected("reduce-scatter", "data", size), Expected("all-gather", "data", size)],
     }
-    found.check(rows[strategy], rtol=0.01)
+    report.check(rows[strategy], rtol=0.01)

@@ -142,5 +142,5 @@ ENTRY %main (p: f32[8]) -> f32[32] {{
   ROOT %done = f32[32]{{0}} call-done(%start)
 }}
 """
-    (found,) = collectives_of(parse(text))
-    assert (found.kind, found.asynchronous) == ("all-gather", True)
+    (collective,) = collectives_of(parse(text))
+    assert (collective.kind, collective.asynchronous) == ("all-gather", True)

@@ -30,7 +30,7 @@ def moments(x):
 
 def normalised(x, mean, var, scale, bias, epsilon):
     mean, var, scale, bias = (
-        one.reshape((1,) * (x.ndim - 1) + (-1,)) for one in (mean, var, scale, bias)
+        vector.reshape((1,) * (x.ndim - 1) + (-1,)) for vector in (mean, var, scale, bias)
     )
     return (x - mean) * jax.lax.rsqrt(var + epsilon) * scale + bias
 
@@ -49,8 +49,8 @@ class LinenBatchNorm(linen.BatchNorm):
             return normalised(x, mean.value, var.value, scale, bias, self.epsilon)
         now = moments(x)
         if not self.is_initializing():
-            for kept, new in zip((mean, var), now, strict=True):
-                kept.value = self.momentum * kept.value + (1 - self.momentum) * new
+            for variable, new in zip((mean, var), now, strict=True):
+                variable.value = self.momentum * variable.value + (1 - self.momentum) * new
         return normalised(x, *now, scale, bias, self.epsilon)
 
 
@@ -59,8 +59,8 @@ class NnxBatchNorm(nnx.BatchNorm):
         if self.use_running_average if use_running_average is None else use_running_average:
             return super().__call__(x, use_running_average)
         now = moments(x)
-        for kept, new in zip((self.mean, self.var), now, strict=True):
-            kept[...] = self.momentum * kept[...] + (1 - self.momentum) * new
+        for variable, new in zip((self.mean, self.var), now, strict=True):
+            variable[...] = self.momentum * variable[...] + (1 - self.momentum) * new
         return normalised(x, *now, self.scale[...], self.bias[...], self.epsilon)
 
 
@@ -72,8 +72,8 @@ class HaikuBatchNorm(hk.BatchNorm):
         if not is_training:
             return normalised(x, self.mean_ema.average, self.var_ema.average, scale, bias, self.eps)
         now = moments(x)
-        for kept, new in zip((self.mean_ema, self.var_ema), now, strict=True):
-            kept(new.reshape(size))
+        for moving_average, new in zip((self.mean_ema, self.var_ema), now, strict=True):
+            moving_average(new.reshape(size))
         return normalised(x, *now, scale, bias, self.eps)
 
 
@@ -107,13 +107,13 @@ def linen_model(own):
             )(x)
             return linen.Dense(2)(jnp.tanh(x))
 
-    made = Net().init(jax.random.key(0), X)
+    variables = Net().init(jax.random.key(0), X)
 
     def forward(params, stats, x):
         y, new = Net().apply({"params": params, "batch_stats": stats}, x, mutable=["batch_stats"])
         return y, new["batch_stats"]
 
-    return made["params"], made["batch_stats"], forward
+    return variables["params"], variables["batch_stats"], forward
 
 
 def nnx_model(own):
@@ -168,8 +168,8 @@ def equinox_model(own):
             return jax.vmap(self.down)(jnp.tanh(x)), state
 
     net, state = eqx.nn.make_with_state(Net)(jax.random.key(0))
-    params, rest = eqx.partition(net, eqx.is_array)
-    return params, state, lambda params, state, x: eqx.combine(params, rest)(x, state)
+    params, static_part = eqx.partition(net, eqx.is_array)
+    return params, state, lambda params, state, x: eqx.combine(params, static_part)(x, state)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_equals_the_librarys_own_layer_on_one_device(model, mesh_of, x64):
         return loss_fn
 
     params, stats, forward = model(own=False)
-    params, stats, found, own = wide(params), wide(stats), [], model(own=True)
+    params, stats, differences, custom_model = wide(params), wide(stats), [], model(own=True)
     grad = jax.jit(
         jax.value_and_grad(
             lambda *args: loss_of(forward)({"params": args[0], "stats": args[1]}, args[2]),
@@ -200,9 +200,12 @@ def test_equals_the_librarys_own_layer_on_one_device(model, mesh_of, x64):
         )
     )
     opt = so.fsdp(
-        optax.sgd(0.1), mesh_of(replica=2, data=2), loss_of(own[2]), rules=[("^stats", "frozen")]
+        optax.sgd(0.1),
+        mesh_of(replica=2, data=2),
+        loss_of(custom_model[2]),
+        rules=[("^stats", "frozen")],
     )
-    state = opt.init({"params": wide(own[0]), "stats": wide(own[1])})
+    state = opt.init({"params": wide(custom_model[0]), "stats": wide(custom_model[1])})
     for batch in (X, X[::-1] ** 2, X + 1):
         (loss, aux), grads = grad(params, stats, batch)
         params, stats = (
@@ -210,11 +213,11 @@ def test_equals_the_librarys_own_layer_on_one_device(model, mesh_of, x64):
             aux["stats"].values["stats"],
         )
         state, metrics = opt.step(state, batch)
-        found.append(abs(metrics["loss"] - loss))
-    assert max(found) < 1e-9
+        differences.append(abs(metrics["loss"] - loss))
+    assert max(differences) < 1e-9
 
-    def check(found, expected):
-        return np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-10)
+    def check(differences, expected):
+        return np.testing.assert_allclose(differences, expected, rtol=1e-8, atol=1e-10)
 
     jax.tree.map(check, jax.tree.leaves(state.params["params"]), jax.tree.leaves(params))
     if model is not equinox_model:  # which counts its averages otherwise

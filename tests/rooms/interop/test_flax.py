@@ -52,9 +52,9 @@ def test_names_of_dims_become_rules_that_train_as_one_device(make, mesh_of):
     params, specs, apply = make()
     rules = so.interop.rules_from_logical_axes(specs, AXES)
     # nnx has a level more
-    found = {pattern.removesuffix("/value$").strip("^$"): spec for pattern, spec in rules}
-    found = {path.removeprefix("params/"): spec for path, spec in found.items()}
-    assert found == {"up/kernel": P(None, "tensor"), "down/kernel": P("tensor")}
+    specs_by_path = {pattern.removesuffix("/value$").strip("^$"): spec for pattern, spec in rules}
+    specs_by_path = {path.removeprefix("params/"): spec for path, spec in specs_by_path.items()}
+    assert specs_by_path == {"up/kernel": P(None, "tensor"), "down/kernel": P("tensor")}
 
     def loss_fn(params, batch):
         return jnp.mean((apply(params, batch["x"]) - batch["y"]) ** 2)
@@ -74,8 +74,10 @@ def test_names_of_dims_become_rules_that_train_as_one_device(make, mesh_of):
         state, _ = opt.step(state, batch)
         updates, moments = update(gradient(reference, batch), moments, reference)
         reference = optax.apply_updates(reference, updates)
-    for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(reference), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+    for trained_leaf, other in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(reference), strict=True
+    ):
+        np.testing.assert_allclose(trained_leaf, other, rtol=2e-5, atol=2e-6)
 
 
 def test_stacked_blocks_the_order_of_names_and_several_names_a_dim():

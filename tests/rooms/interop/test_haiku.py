@@ -36,5 +36,7 @@ def test_a_haiku_model_trains_split_as_on_one_device(mesh_of):
         reference = optax.apply_updates(reference, updates)
     assert sorted(state.params) == ["net/~/linear_0", "net/~/linear_1"]
     assert state.params["net/~/linear_0"]["w"].sharding.spec == P(None, "tensor")
-    for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(reference), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+    for trained_leaf, other in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(reference), strict=True
+    ):
+        np.testing.assert_allclose(trained_leaf, other, rtol=2e-5, atol=2e-6)

@@ -53,8 +53,8 @@ def kept(model, batch):
     """Return, as the loss, a number that tells which inputs were dropped; 1 if none was."""
     out = model(jnp.ones_like(batch["x"]))
     places = jnp.arange(out.size, dtype=jnp.float32).reshape(out.shape)
-    told = jnp.sum(out * places) / jnp.sum(places)
-    return told, {"told": told}
+    masked_mean = jnp.sum(out * places) / jnp.sum(places)
+    return masked_mean, {"told": masked_mean}
 
 
 def test_a_module_trains_as_nnx_trains_it_with_its_statistics(mesh_of):
@@ -77,11 +77,11 @@ def test_a_module_trains_as_nnx_trains_it_with_its_statistics(mesh_of):
     other = Net(nnx.Rngs(9))
     nnx.update(other, state.params)
     assert other.calls[...] == model.calls[...] == 3
-    for one, two in zip(
+    for leaf, two in zip(
         jax.tree.leaves(nnx.state(other)), jax.tree.leaves(nnx.state(model)), strict=True
     ):
-        if jnp.issubdtype(one.dtype, jnp.floating):
-            np.testing.assert_allclose(one, two, rtol=2e-5, atol=2e-6)
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            np.testing.assert_allclose(leaf, two, rtol=2e-5, atol=2e-6)
 
     evaluated = opt.evaluate(state, BATCH)["loss"]
     other.eval()
@@ -94,11 +94,11 @@ def test_every_step_has_a_mask_of_its_own_and_evaluation_none(mesh_of):
     params, loss_fn, rules = so.interop.nnx(Dropped, kept)
     assert rules == ()
     key = jax.random.key(0)
-    keys, made = jax.random.split(key, 4), params(key)
-    assert sorted(made) == ["scale"]
-    told = {float(loss_fn(made, BATCH, rng=one)[0]) for one in keys}
-    assert len(told) == 4
-    assert float(loss_fn(made, BATCH)[0]) == 1.0
+    keys, initial_params = jax.random.split(key, 4), params(key)
+    assert sorted(initial_params) == ["scale"]
+    losses = {float(loss_fn(initial_params, BATCH, rng=mask_key)[0]) for mask_key in keys}
+    assert len(losses) == 4
+    assert float(loss_fn(initial_params, BATCH)[0]) == 1.0
     opt = so.ddp(optax.sgd(0.0), mesh_of(data=2), loss_fn, view="unproved")
     state, seen = opt.init(params, key), []
     for _ in range(3):
@@ -122,12 +122,12 @@ def test_stacked_modules_have_a_key_each():
     params, loss_fn, _ = so.interop.nnx(
         lambda rngs: stack(rngs), lambda model, x: run(model, x).sum(0)[0, 0]
     )
-    found = {
+    outputs = {
         float(loss_fn(params(jax.random.key(0)), jnp.ones((1, 6)), rng=jax.random.key(n)))
         for n in range(9)
     }
-    assert found <= {0.0, 2.0, 4.0, 6.0}
-    assert not found <= {0.0, 6.0}  # as it would be were the masks the same
+    assert outputs <= {0.0, 2.0, 4.0, 6.0}
+    assert not outputs <= {0.0, 6.0}  # as it would be were the masks the same
 
 
 def test_what_wrt_leaves_out_is_frozen(mesh_of):
@@ -138,19 +138,19 @@ def test_what_wrt_leaves_out_is_frozen(mesh_of):
     np.testing.assert_array_equal(
         state.params["linear"]["kernel"][...], params["linear"]["kernel"][...]
     )
-    lora = [one["linear"]["lora"]["lora_b"][...] for one in (state.params, params)]
+    lora = [tree["linear"]["lora"]["lora_b"][...] for tree in (state.params, params)]
     assert (lora[0] != lora[1]).any()
     assert len(jax.tree.leaves(state.opt_state)) == 1 + 2 * 2
 
 
 def test_a_model_with_its_keys_passed_as_parameters_is_refused(mesh_of):
-    graph, whole = nnx.split(Dropped(nnx.Rngs(0)))
+    graph, module_state = nnx.split(Dropped(nnx.Rngs(0)))
 
     def loss_fn(params, batch):
         return nnx.merge(graph, params)(batch["x"]).mean()
 
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn).init(whole)
+        so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn).init(module_state)
     assert (
         str(caught.value)
         == "ddp: 1 parameter leaf would be the same random key at every step, with the same"
@@ -158,7 +158,9 @@ def test_a_model_with_its_keys_passed_as_parameters_is_refused(mesh_of):
         " each step, and leave keys out of the parameters (so.interop.nnx does both for an nnx"
         " module); or freeze them by rules=[(regex, 'frozen')] if they are to stay as they are."
     )
-    so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn, rules=[("rngs/key", "frozen")]).specs(whole)
+    so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn, rules=[("rngs/key", "frozen")]).specs(
+        module_state
+    )
 
 
 @pytest.mark.parametrize(

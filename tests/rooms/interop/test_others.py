@@ -36,16 +36,16 @@ def one_device(case, tx):
     treedef = jax.tree.structure(case.params)
     trained = [
         np.issubdtype(leaf.dtype, np.floating)
-        and not any(re.search(one, path) for one, _ in case.rules)
+        and not any(re.search(condition, path) for condition, _ in case.rules)
         for path, leaf in leaves_with_paths(case.params)
     ]
 
     def part_of(leaves):
-        return [x for one, x in zip(trained, leaves, strict=True) if one]
+        return [x for condition, x in zip(trained, leaves, strict=True) if condition]
 
     def merge(part, leaves):
         new = iter(part)
-        return [next(new) if one else x for one, x in zip(trained, leaves, strict=True)]
+        return [next(new) if condition else x for condition, x in zip(trained, leaves, strict=True)]
 
     @jax.jit
     def step(params, opt_state, batch, number):
@@ -77,14 +77,14 @@ def one_device(case, tx):
     return lambda params: tx.init(part_of(jax.tree.leaves(params))), step
 
 
-def assert_same(found, expected):
-    for (path, one), other in zip(
-        leaves_with_paths(jax.device_get(found)), jax.tree.leaves(expected), strict=True
+def assert_same(actual, expected):
+    for (path, leaf), other in zip(
+        leaves_with_paths(jax.device_get(actual)), jax.tree.leaves(expected), strict=True
     ):
         scale = max(
             0.1, np.max(np.abs(other))
         )  # some gradients are zero but for rounding: of keys' biases in attention
-        np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE * scale, err_msg=path)
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=TOLERANCE * scale, err_msg=path)
 
 
 ROWS = [(name, strategy) for name in MODELS for strategy in ("ddp", "fsdp")]
@@ -141,11 +141,11 @@ def test_two_optimizers_take_turns_on_one_tree_of_parameters(mesh_of):
 
     opts, alone = [make(*player) for player in players], [one_device(*player) for player in players]
     states, opt_states = [opt.init(start) for opt in opts], [init(start) for init, _ in alone]
-    found, expected = states[0].params, start
+    params, expected = states[0].params, start
     for number, batch in enumerate(players[0][0].batches(STEPS)):
         for turn, (opt, (_, step)) in enumerate(zip(opts, alone, strict=True)):
-            states[turn], metrics = opt.step(states[turn]._replace(params=found), batch)
-            found = states[turn].params
+            states[turn], metrics = opt.step(states[turn]._replace(params=params), batch)
+            params = states[turn].params
             expected, opt_states[turn], loss = step(expected, opt_states[turn], batch, number)
             np.testing.assert_allclose(metrics["loss"], loss, rtol=TOLERANCE)
-    assert_same(found, expected)
+    assert_same(params, expected)

@@ -118,10 +118,10 @@ def test_a_query_that_sees_no_key_adds_nothing():
     def blind(x):
         return x.at[:, :, :100].set(1e4)
 
-    others = queries._replace(query=blind(queries.query), d_out=blind(queries.d_out))
+    blind_queries = queries._replace(query=blind(queries.query), d_out=blind(queries.d_out))
     for first, second in zip(
         (dk, dv),
-        splash_backward.gradients(others, keys, CAUSAL, dtype=jnp.float32)[1:],
+        splash_backward.gradients(blind_queries, keys, CAUSAL, dtype=jnp.float32)[1:],
         strict=True,
     ):
         assert np.isfinite(first).all()
@@ -156,10 +156,10 @@ def run_backward(groups, heads=4):
 
 def test_cores_do_not_race_in_the_backward_kernel(races, monkeypatch):
     monkeypatch.setattr(splash_backward, "TILE", 128)
-    found = run_backward(groups=2)
+    gradients = run_backward(groups=2)
     assert not races()
     monkeypatch.undo()
-    for first, second in zip(found, run_backward(groups=2), strict=True):
+    for first, second in zip(gradients, run_backward(groups=2), strict=True):
         np.testing.assert_allclose(first, second, atol=1e-5)
 
 

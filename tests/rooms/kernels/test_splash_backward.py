@@ -99,8 +99,8 @@ def gradients_of(case, monkeypatch):
 
 @pytest.mark.parametrize("case", tiered(CASES, lambda case: case == "pieces, grouped heads"))
 def test_gradients_are_those_of_plain_attention(case, monkeypatch):
-    for found, wanted in zip(*gradients_of(CASES[case], monkeypatch), strict=True):
-        np.testing.assert_allclose(found, wanted, atol=2e-5)
+    for gradient, wanted in zip(*gradients_of(CASES[case], monkeypatch), strict=True):
+        np.testing.assert_allclose(gradient, wanted, atol=2e-5)
 
 
 def test_tiles_that_no_query_sees_are_left_out():

@@ -102,16 +102,16 @@ def test_a_query_that_sees_no_key_has_no_weight():
     """
     query, key, value, *_ = operands(Case(heads=(1, 1), width=8, values=8))
     segments = jnp.asarray([[7] * 100 + [1] * 156] * 2, jnp.int32)
-    ones = jnp.ones((2, 256), jnp.int32)
+    key_segments = jnp.ones((2, 256), jnp.int32)
     mixed, logsumexp = splash_forward.attend(
-        query, key, value, segments, ones, MaskRule(True, None)
+        query, key, value, segments, key_segments, MaskRule(True, None)
     )
     assert np.isfinite(mixed).all()
     assert (np.asarray(logsumexp)[:, :, :100] < HIDDEN / 2).all()
     assert (np.abs(logsumexp)[:, :, 100:] < 100).all()
     grouped = query[:, :, None]
     state = State(jnp.zeros(grouped.shape[:-1]), jnp.ones(grouped.shape[:-1]), grouped)
-    keys = Keys(key, value, Marks(None, ones))
+    keys = Keys(key, value, Marks(None, key_segments))
     after = splash.absorb(state, grouped, Marks(None, segments), keys, MaskRule(True, None))
     for first, second in zip(state, after, strict=True):
         np.testing.assert_array_equal(first[:, :, :, :100], second[:, :, :, :100])
@@ -128,7 +128,7 @@ def test_rows_whose_keys_do_not_fit_into_memory_are_mixed_by_the_kernel_of_jax(m
     def heads_of(memory):
         return splash_forward.heads_of_step(query.shape, key.shape, 128, jnp.float32, memory)
 
-    assert [heads_of(limit + more) for limit in limits for more in (-2, 2)] == [0, 1, 1, 2]
+    assert [heads_of(limit + offset) for limit in limits for offset in (-2, 2)] == [0, 1, 1, 2]
     monkeypatch.setattr(splash, "vmem", lambda: 2**20)
     monkeypatch.setattr(splash, "attend", None)
     results = splash._run_kernel(query, key, value, None, None, MaskRule(True, None))

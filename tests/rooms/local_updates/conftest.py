@@ -1,7 +1,7 @@
 """A model of a few blocks on two replicas, and ways to compare."""
 
 from support.replicas import (
-    apart,
+    max_difference,
     model_of,
     new_batches,
     new_params,
@@ -12,7 +12,7 @@ from support.replicas import (
 )
 
 __all__ = [
-    "apart",
+    "max_difference",
     "model_of",
     "new_batches",
     "new_params",

@@ -64,25 +64,28 @@ def test_in_place_training_goes_on_bit_for_bit(
     assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(
         lambda x: x.sharding, fresh.abstract_state()
     )
-    rest = new_batches(5, rows=16)[3:]
-    whole = jax.device_put(saved, jax.tree.map(lambda x: x.sharding, restored))
-    found, wanted = (jax.device_get(steps_on(fresh, state, rest)[0]) for state in (restored, whole))
-    assert same(found, wanted)
+    later_batches = new_batches(5, rows=16)[3:]
+    placed_state = jax.device_put(saved, jax.tree.map(lambda x: x.sharding, restored))
+    resumed_state, wanted = (
+        jax.device_get(steps_on(fresh, state, later_batches)[0])
+        for state in (restored, placed_state)
+    )
+    assert same(resumed_state, wanted)
 
 
 @pytest.mark.slow
 def test_another_data_and_tensor_split_holds_the_same_values(
-    strategy_of, trip, steps_on, new_batches, apart, x64
+    strategy_of, trip, steps_on, new_batches, max_difference, x64
 ):
     source = so.diloco(strategy_of("fsdp", data=4), sync_every=4, fragments=2, delay=1)
     target = so.diloco(strategy_of("zero1", data=2, tensor=2), sync_every=4, fragments=2, delay=1)
     saved, restored = trip(source, target, 3)
     assert same(restored, saved)
-    rest = new_batches(6, rows=16)[3:]
+    later_batches = new_batches(6, rows=16)[3:]
     placed = jax.tree.map(lambda x: x.sharding, source.abstract_state())
-    wanted, _ = steps_on(source, jax.device_put(saved, placed), rest)
-    found, _ = steps_on(target, restored, rest)
-    assert apart(found.params, jax.device_get(wanted.params)) < 1e-10
+    wanted, _ = steps_on(source, jax.device_put(saved, placed), later_batches)
+    resumed_state, _ = steps_on(target, restored, later_batches)
+    assert max_difference(resumed_state.params, jax.device_get(wanted.params)) < 1e-10
 
 
 @pytest.mark.parametrize(("old", "new"), tiered([(2, 4), (4, 2)], lambda row: False))
@@ -99,9 +102,13 @@ def test_another_number_of_replicas_takes_the_mean(
     assert same(restored.opt_state.outer, saved.opt_state.outer)
     assert same(restored.opt_state.pending, saved.opt_state.pending)
     rows = (saved.opt_state.params, saved.opt_state.optimizer, saved.opt_state.reducer)
-    found = (restored.opt_state.params, restored.opt_state.optimizer, restored.opt_state.reducer)
+    restored_parts = (
+        restored.opt_state.params,
+        restored.opt_state.optimizer,
+        restored.opt_state.reducer,
+    )
     differ = 0
-    for a, b in zip(jax.tree.leaves(rows), jax.tree.leaves(found), strict=True):
+    for a, b in zip(jax.tree.leaves(rows), jax.tree.leaves(restored_parts), strict=True):
         assert b.shape == (new, *a.shape[1:])
         np.testing.assert_allclose(b, np.broadcast_to(a.mean(0), b.shape), rtol=1e-6, atol=1e-7)
         differ += np.abs(a[0] - a[1]).max() > 0
@@ -149,12 +156,15 @@ def test_error_memory_on_another_data_axis_keeps_its_mean(
     assert same(
         (restored.params, restored.opt_state.optimizer), (saved.params, saved.opt_state.optimizer)
     )
-    memory, found = saved.opt_state.reducer[0].memory, restored.opt_state.reducer[0].memory
+    memory, restored_reducer = (
+        saved.opt_state.reducer[0].memory,
+        restored.opt_state.reducer[0].memory,
+    )
     for a, b in zip(
         jax.tree.leaves(
             so.transforms.on_mesh(optax.identity(), mesh_of(data=new), "data").resized(memory)
         ),
-        jax.tree.leaves(found),
+        jax.tree.leaves(restored_reducer),
         strict=True,
     ):
         assert b.shape[0] == new
@@ -269,13 +279,13 @@ def test_fit_resumes_in_the_middle_of_a_round(strategy_of, new_params, new_batch
                 **options,
             )
 
-    whole = run(tmp_path / "whole", 10)
+    full_run = run(tmp_path / "whole", 10)
     run(tmp_path / "parts", 4)  # fragment 0 was sent with step 4
     second = run(tmp_path / "parts", 10, resume=True)
     assert second.step == 10
-    assert same(jax.device_get(second.state), jax.device_get(whole.state))
-    losses = {one["step"]: one["loss"] for one in whole.history}
-    assert {one["step"]: one["loss"] for one in second.history} == {
+    assert same(jax.device_get(second.state), jax.device_get(full_run.state))
+    losses = {record["step"]: record["loss"] for record in full_run.history}
+    assert {record["step"]: record["loss"] for record in second.history} == {
         step: losses[step] for step in range(5, 11)
     }
 

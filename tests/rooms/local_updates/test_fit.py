@@ -49,7 +49,9 @@ def test_it_returns_the_mean_and_saves_what_goes_on(
     assert not equal(jax.device_get(mean.params), jax.device_get(state.params))
     assert equal(jax.device_get(result.state), jax.device_get(mean))
     assert equal(jax.device_get(saved), jax.device_get(state))
-    values = {one["step"]: one["val_loss"] for one in result.history if "val_loss" in one}
+    values = {
+        record["step"]: record["val_loss"] for record in result.history if "val_loss" in record
+    }
     assert values == {4: at_4["val_loss"], 6: evaluate(mean)["val_loss"]}
     assert abs(values[6] - evaluate(state)["val_loss"]) > 1e-4
 
@@ -68,7 +70,7 @@ def test_a_scheduled_evaluation_is_of_what_they_share_at_the_last_step_too(
     )
     state, _ = steps_on(opt, opt.init(new_params()), batches)
     wanted = {3: evaluate(opt.init(new_params())), 6: evaluate(state)}
-    assert [(one["step"], one["val_loss"]) for one in result.history] == [
+    assert [(record["step"], record["val_loss"]) for record in result.history] == [
         (s, v["val_loss"]) for s, v in wanted.items()
     ]
     assert equal(jax.device_get(result.state), jax.device_get(opt.synchronize(state)))
@@ -132,6 +134,6 @@ def test_early_stopping_waits_for_parameters_that_an_agreement_changes(
         early_stopping=so.training.EarlyStopping("val_loss", patience=2),
         progress=False,
     )
-    values = [one["val_loss"] for one in result.history]
+    values = [record["val_loss"] for record in result.history]
     assert result.stopped == "completed"
     assert values[0] > values[1] == values[2] > values[3]

@@ -16,7 +16,7 @@ PLAIN = {"outer": optax.sgd(1.0), "sync_every": 1}
 
 @pytest.mark.parametrize("name", tiered(["ddp", "fsdp", "hybrid"], lambda name: False))
 def test_one_inner_step_of_sgd_and_a_plain_outer_step_is_the_strategy_alone(
-    name, strategy_of, new_params, new_batches, steps_on, apart, x64
+    name, strategy_of, new_params, new_batches, steps_on, max_difference, x64
 ):
     sizes = {"pipeline": 2} if name == "hybrid" else {}
     inner = strategy_of(name, optax.sgd(0.05), **sizes)
@@ -24,26 +24,26 @@ def test_one_inner_step_of_sgd_and_a_plain_outer_step_is_the_strategy_alone(
     alone, metrics = steps_on(inner, inner.init(new_params()), batches)
     opt = so.diloco(inner, **PLAIN)
     state, _ = steps_on(opt, opt.init(new_params()), batches)
-    assert apart(state.params, jax.device_get(alone.params)) < 1e-10
+    assert max_difference(state.params, jax.device_get(alone.params)) < 1e-10
     assert float(metrics["loss"]) > 0
 
 
 @pytest.mark.slow
 def test_a_plain_outer_step_is_local_sgd(
-    strategy_of, new_params, new_batches, steps_on, rows_of, apart, x64
+    strategy_of, new_params, new_batches, steps_on, rows_of, max_difference, x64
 ):
     inner, batches = strategy_of("fsdp"), new_batches(7)
     opts = [so.diloco(inner, outer=optax.sgd(1.0), sync_every=3), so.local_sgd(inner, sync_every=3)]
-    found = [steps_on(opt, opt.init(new_params()), batches) for opt in opts]
-    assert apart(found[0][0].params, jax.device_get(found[1][0].params)) < 1e-10
-    assert apart(rows_of(found[0][0]), rows_of(found[1][0])) < 1e-10
+    runs = [steps_on(opt, opt.init(new_params()), batches) for opt in opts]
+    assert max_difference(runs[0][0].params, jax.device_get(runs[1][0].params)) < 1e-10
+    assert max_difference(rows_of(runs[0][0]), rows_of(runs[1][0])) < 1e-10
     for name in ("loss", "grad_norm"):
-        np.testing.assert_allclose(found[0][1][name], found[1][1][name], rtol=1e-12)
+        np.testing.assert_allclose(runs[0][1][name], runs[1][1][name], rtol=1e-12)
 
 
 @pytest.mark.fast
 def test_warm_up_is_the_strategy_alone_for_any_optimizer_and_any_weights(
-    strategy_of, new_params, new_batches, steps_on, rows_of, apart, x64
+    strategy_of, new_params, new_batches, steps_on, rows_of, max_difference, x64
 ):
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
     inner, batches = strategy_of("zero1", tx, weighted=True), new_batches(3)
@@ -51,14 +51,14 @@ def test_warm_up_is_the_strategy_alone_for_any_optimizer_and_any_weights(
     opt = so.local_sgd(inner, sync_every=5, warmup_steps=3)
     state, metrics = steps_on(opt, opt.init(new_params()), batches)
     expected = jax.device_get(alone.params)
-    assert apart(state.params, expected) < 1e-10
-    assert apart(rows_of(state), [expected, expected]) < 1e-10
+    assert max_difference(state.params, expected) < 1e-10
+    assert max_difference(rows_of(state), [expected, expected]) < 1e-10
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(metrics[name], wanted[name], rtol=1e-10)
 
 
 def test_weights_count_within_a_replica_and_replicas_alike(
-    strategy_of, new_params, new_batches, steps_on, rows_of, apart, model_of, x64
+    strategy_of, new_params, new_batches, steps_on, rows_of, max_difference, model_of, x64
 ):
     """Each replica's gradient is that of sum(total) / sum(weight) over its own rows.
 
@@ -69,14 +69,16 @@ def test_weights_count_within_a_replica_and_replicas_alike(
     state, metrics = steps_on(opt, opt.init(new_params()), [batch])
 
     def loss(params, rows):
-        found = model_of(True).loss_fn(params, rows)
-        return found.total / found.weight
+        weighted_loss = model_of(True).loss_fn(params, rows)
+        return weighted_loss.total / weighted_loss.weight
 
     halves = [jax.tree.map(lambda x, i=i: np.split(x, 2)[i], batch) for i in range(2)]
     of_half = jax.jit(jax.value_and_grad(loss))
     results = [of_half(new_params(), half) for half in halves]
-    own = [jax.tree.map(lambda p, g: p - 0.1 * g, new_params(), grads) for _, grads in results]
-    assert apart(rows_of(state), own) < 1e-10
+    replica_params = [
+        jax.tree.map(lambda p, g: p - 0.1 * g, new_params(), grads) for _, grads in results
+    ]
+    assert max_difference(rows_of(state), replica_params) < 1e-10
     np.testing.assert_allclose(
         metrics["loss"], np.mean([float(value) for value, _ in results]), rtol=1e-10
     )
@@ -88,7 +90,9 @@ def noisy(params, batch, *, rng):
 
 
 @pytest.mark.slow  # contract/test_features.py
-def test_each_replica_draws_its_own_numbers(strategy_of, new_batches, steps_on, apart, x64):
+def test_each_replica_draws_its_own_numbers(
+    strategy_of, new_batches, steps_on, max_difference, x64
+):
     """The same ones as without the combinator, where replicas are a part of the data axis."""
     params = {"w": jnp.ones((3, 2))}
     inner = strategy_of("ddp", optax.sgd(0.05), model=noisy)
@@ -97,7 +101,7 @@ def test_each_replica_draws_its_own_numbers(strategy_of, new_batches, steps_on, 
     opt = so.diloco(inner, **PLAIN)
     alone, _ = steps_on(inner, inner.init(params, jax.random.key(7)), [batch] * 3)
     state, _ = steps_on(opt, opt.init(params, jax.random.key(7)), [batch] * 3)
-    assert apart(state.params, jax.device_get(alone.params)) < 1e-10
+    assert max_difference(state.params, jax.device_get(alone.params)) < 1e-10
     longer = so.local_sgd(inner, sync_every=5)
     state, _ = steps_on(longer, longer.init(params, jax.random.key(7)), [batch])
     first, second = np.asarray(state.opt_state.params.value["w"])

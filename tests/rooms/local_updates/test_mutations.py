@@ -23,7 +23,9 @@ def keep_to_oneself(patch):
 def sum_for_mean(patch):
     once = outer_step.all_reduce
     break_function(
-        patch, outer_step.all_reduce, lambda leaves, *rest: [2 * x for x in once(leaves, *rest)]
+        patch,
+        outer_step.all_reduce,
+        lambda leaves, *arguments: [2 * x for x in once(leaves, *arguments)],
     )
 
 
@@ -70,20 +72,23 @@ MUTATIONS = [
 
 
 @pytest.fixture
-def difference(strategy_of, tiny, new_batches, steps_on, rows_of, apart):
+def difference(strategy_of, tiny, new_batches, steps_on, rows_of, max_difference):
     def run():
         model, make = tiny
         params, batches = make(), new_batches(8)
         opt = so.diloco(strategy_of("fsdp", TX, model=model), **HOW)
         state, _ = steps_on(opt, opt.init(params), batches)
-        shared, own = reference.diloco(TX, model.loss_fn, params, batches, 2, **HOW)
-        return max(apart(jax.device_get(state.params), shared), apart(rows_of(state), own))
+        shared, replica_params = reference.diloco(TX, model.loss_fn, params, batches, 2, **HOW)
+        return max(
+            max_difference(jax.device_get(state.params), shared),
+            max_difference(rows_of(state), replica_params),
+        )
 
     return run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_a_broken_agreement_is_noticed(mutate, difference, monkeypatch, x64):
     mutate(monkeypatch)
     assert difference() > 1e-6

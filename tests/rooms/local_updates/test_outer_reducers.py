@@ -22,21 +22,30 @@ HOW = {"sync_every": 2, "fragments": 2}
         (R.error_feedback(R.top_k(1.0)), "fsdp", {"tensor": 2}),
         (R.error_feedback(R.power_sgd(8, min_ratio=0)), "hybrid", {"pipeline": 2}),
     ],
-    ids=lambda one: getattr(one, "name", str(one)),
+    ids=lambda parameter: getattr(parameter, "name", str(parameter)),
 )
 def test_an_exact_one_is_the_exact_mean(
-    reducer, name, sizes, strategy_of, new_params, new_batches, steps_on, rows_of, apart, x64
+    reducer,
+    name,
+    sizes,
+    strategy_of,
+    new_params,
+    new_batches,
+    steps_on,
+    rows_of,
+    max_difference,
+    x64,
 ):
     inner, batches = strategy_of(name, optax.sgd(0.05), **sizes), new_batches(5, rows=16)
-    found, wanted = (
+    reduced_state, wanted = (
         steps_on(opt, opt.init(new_params()), batches)[0]
         for opt in (so.diloco(inner, reducer=reducer, **HOW), so.diloco(inner, **HOW))
     )
-    assert apart(found.params, jax.device_get(wanted.params)) < 1e-10
-    assert apart(rows_of(found), rows_of(wanted)) < 1e-10
+    assert max_difference(reduced_state.params, jax.device_get(wanted.params)) < 1e-10
+    assert max_difference(rows_of(reduced_state), rows_of(wanted)) < 1e-10
 
 
-def test_int8_of_an_exactly_representable_grid_is_exact(strategy_of, apart):
+def test_int8_of_an_exactly_representable_grid_is_exact(strategy_of, max_difference):
     """Outer gradients are whole numbers up to 127, one of them 127 in each block, on both ways."""
 
     def loss(params, batch):
@@ -58,8 +67,8 @@ def test_int8_of_an_exactly_representable_grid_is_exact(strategy_of, apart):
     "reducer",
     tiered(
         [R.int8(4), R.top_k(0.2), R.sign(8)],
-        lambda one: "int8" in one.name,
-        ids=lambda one: one.name,
+        lambda reducer_part: "int8" in reducer_part.name,
+        ids=lambda reducer_part: reducer_part.name,
     ),
 )
 def test_error_feedback_conserves_outer_gradients(
@@ -85,19 +94,21 @@ def test_error_feedback_conserves_outer_gradients(
         lambda a, b: 2 * (a - np.asarray(b)), new_params(), jax.device_get(state.params)
     )
     # [replicas, data, pipeline, tensor, ...] of each shard, in groups
-    memory = jax.tree.leaves([one.memory.value for one in state.opt_state.reducer[0]])
+    memory = jax.tree.leaves(
+        [reducer_part.memory.value for reducer_part in state.opt_state.reducer[0]]
+    )
     order = [i for group in groups_of(jax.tree.leaves(state.params), ["replica"]) for i in group]
     moved, stepped = ([jax.tree.leaves(tree)[i] for i in order] for tree in (moved, stepped))
-    for kept, m, s in zip(memory, moved, stepped, strict=True):
-        kept = np.asarray(kept).sum(0)
-        whole = kept.shape[3:] == s.shape
-        total = kept[0].sum() if whole else kept.sum()
+    for residual, m, s in zip(memory, moved, stepped, strict=True):
+        residual = np.asarray(residual).sum(0)
+        is_unsplit = residual.shape[3:] == s.shape
+        total = residual[0].sum() if is_unsplit else residual.sum()
         np.testing.assert_allclose(m.sum() + total, s.sum(), atol=1e-12)
 
 
 @pytest.mark.slow  # test_int8_of_an_exactly_representable_grid_is_exact
 def test_a_reducer_of_the_strategy_keeps_to_its_replica(
-    strategy_of, new_params, new_batches, steps_on, rows_of, apart, x64
+    strategy_of, new_params, new_batches, steps_on, rows_of, max_difference, x64
 ):
     """Inside a replica the gradients go through it.
 
@@ -105,14 +116,14 @@ def test_a_reducer_of_the_strategy_keeps_to_its_replica(
     """
     exact = R.error_feedback(R.top_k(1.0))
     inner = strategy_of("ddp", options={"reducer": exact})
-    opt, plain = (so.local_sgd(one, sync_every=3) for one in (inner, strategy_of("ddp")))
+    opt, plain = (so.local_sgd(strategy, sync_every=3) for strategy in (inner, strategy_of("ddp")))
     batches = new_batches(2)
     state = opt.init(new_params())
     step = opt.step.lower(state, batches[0]).compile()
     assert not so.hlo.audit(step).of(axis="replica").collectives
-    found, _ = step(step(state, batches[0])[0], batches[1])
+    reduced_state, _ = step(step(state, batches[0])[0], batches[1])
     wanted, _ = steps_on(plain, plain.init(new_params()), batches)
-    assert apart(rows_of(found), rows_of(wanted)) < 1e-10
-    memory = jax.tree.leaves(found.opt_state.inner_reducer[0].memory)
+    assert max_difference(rows_of(reduced_state), rows_of(wanted)) < 1e-10
+    memory = jax.tree.leaves(reduced_state.opt_state.inner_reducer[0].memory)
     assert all(leaf.shape[:2] == (2, 2) for leaf in memory)  # devices of the mean, then replicas
     assert len(memory) == 5

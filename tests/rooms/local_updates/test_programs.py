@@ -34,11 +34,11 @@ def sent_over_replica(opt, params, step, min_bytes=0):
     return so.hlo.audit(at_step(opt, abstract, step)).of(axis="replica", min_bytes=min_bytes)
 
 
-def shard_bytes(params, *, data=1, whole=("scale",)):
+def shard_bytes(params, *, data=1, unsplit_names=("scale",)):
     sizes = {
         path[-1].key: leaf.size * 4 for path, leaf in jax.tree_util.tree_leaves_with_path(params)
     }
-    return sum(size if name in whole else size // data for name, size in sizes.items())
+    return sum(size if name in unsplit_names else size // data for name, size in sizes.items())
 
 
 @pytest.mark.parametrize(
@@ -54,22 +54,24 @@ def test_only_a_step_that_agrees_sends_over_replica_once_and_exactly_its_paramet
 ):
     opt = so.diloco(strategy_of(name, **sizes), sync_every=3)
     assert not sent_over_replica(opt, new_params(), 1).collectives
-    found = sent_over_replica(opt, new_params(), 2)
-    assert set(found.by_axis()) == {("replica",)}
-    assert set(found.by_kind()) == {"all-reduce"}
-    assert not found.of(in_loop=True).collectives
+    report = sent_over_replica(opt, new_params(), 2)
+    assert set(report.by_axis()) == {("replica",)}
+    assert set(report.by_kind()) == {"all-reduce"}
+    assert not report.of(in_loop=True).collectives
     params, abstract = new_params(), opt.abstract_state()
-    here = 0
+    device_bytes = 0
     for leaf, spec in zip(
         jax.tree.leaves(params),
         jax.tree.leaves(opt.specs(abstract.params).params, is_leaf=lambda x: isinstance(x, P)),
         strict=True,
     ):
-        here += leaf.size * 4 // int(np.prod([opt.mesh.shape[axis] for axis in spec if axis]))
-    assert found.total.bytes == here
-    assert found.total_wire_bytes == here  # 2 (R - 1) / R of it, with R = 2
+        device_bytes += (
+            leaf.size * 4 // int(np.prod([opt.mesh.shape[axis] for axis in spec if axis]))
+        )
+    assert report.total.bytes == device_bytes
+    assert report.total_wire_bytes == device_bytes  # 2 (R - 1) / R of it, with R = 2
     if name == "ddp":
-        assert here == shard_bytes(params)
+        assert device_bytes == shard_bytes(params)
 
 
 @pytest.mark.slow
@@ -134,7 +136,7 @@ def test_an_abstract_state_lowers_the_first_step_that_replicas_take_by_themselve
 @pytest.mark.parametrize(
     "reducer",
     [R.int8(8), R.error_feedback(R.top_k(0.25)), R.error_feedback(R.power_sgd(1)), R.sign()],
-    ids=lambda one: one.name,
+    ids=lambda outer_reducer: outer_reducer.name,
 )
 def test_bytes_of_a_reducer_of_outer_gradients_are_those_it_states(
     reducer, strategy_of, new_params
@@ -185,9 +187,13 @@ def test_specs_are_true_buffers_are_reused_and_each_kind_of_step_compiles_once(
     promised = jax.tree.leaves(opt.abstract_state())
 
     def check(state):
-        for leaf, spec, one in zip(jax.tree.leaves(state), specs, promised, strict=True):
-            assert leaf.sharding == NamedSharding(opt.mesh, spec) == one.sharding
-            assert (leaf.shape, leaf.dtype, leaf.weak_type) == (one.shape, one.dtype, False)
+        for leaf, spec, promised_leaf in zip(jax.tree.leaves(state), specs, promised, strict=True):
+            assert leaf.sharding == NamedSharding(opt.mesh, spec) == promised_leaf.sharding
+            assert (leaf.shape, leaf.dtype, leaf.weak_type) == (
+                promised_leaf.shape,
+                promised_leaf.dtype,
+                False,
+            )
 
     check(state)
     compiled = []

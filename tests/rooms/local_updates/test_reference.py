@@ -19,7 +19,7 @@ GRID = list(itertools.product((1, 2, 4), (0, 1), (0.0, 0.5, 1.0)))
 
 
 @pytest.fixture
-def compare(strategy_of, new_params, new_batches, steps_on, rows_of, apart, model_of):
+def compare(strategy_of, new_params, new_batches, steps_on, rows_of, max_difference, model_of):
     """Return a function that trains, and asserts that nothing differs from the reference."""
 
     def check(
@@ -39,7 +39,7 @@ def compare(strategy_of, new_params, new_batches, steps_on, rows_of, apart, mode
         params, batches, sizes = make(), new_batches(steps, rows=16), dict(sizes)
         opt = combine(strategy_of(name, tx, model=model, **sizes), **how)
         state, metrics = steps_on(opt, opt.init(params), batches)
-        shared, own = reference.diloco(
+        shared, replica_params = reference.diloco(
             tx,
             model.loss_fn,
             params,
@@ -49,8 +49,8 @@ def compare(strategy_of, new_params, new_batches, steps_on, rows_of, apart, mode
             stages=stages,
             **how,
         )
-        assert apart(state.params, shared) < 1e-10
-        assert apart(rows_of(state), own) < 1e-10
+        assert max_difference(state.params, shared) < 1e-10
+        assert max_difference(rows_of(state), replica_params) < 1e-10
         assert np.isfinite(metrics["loss"])
         assert int(state.step) == steps
 
@@ -102,8 +102,8 @@ CASES = {
     tiered(CASES, lambda case: case == "four replicas", fast=lambda case: case == "four replicas"),
 )
 def test_diloco(case, compare, x64):
-    name, sizes, how, more = CASES[case]
-    compare(name, sizes=sizes, how=how, steps=2 * how["sync_every"] + 1, **more)
+    name, sizes, how, extra_options = CASES[case]
+    compare(name, sizes=sizes, how=how, steps=2 * how["sync_every"] + 1, **extra_options)
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,16 @@ def equal(a, b):
 
 
 def test_synchronize_makes_all_equal_to_the_mean_and_a_second_time_changes_nothing(
-    strategy_of, new_params, new_batches, steps_on, rows_of, apart, x64
+    strategy_of, new_params, new_batches, steps_on, rows_of, max_difference, x64
 ):
     opt = so.diloco(strategy_of("fsdp"), sync_every=8, fragments=2)
     state, _ = steps_on(opt, opt.init(new_params()), new_batches(6))
-    own = rows_of(state)
-    assert apart(own[0], own[1]) > 1e-3
-    mean = jax.tree.map(lambda *x: sum(x) / 2, *own)
+    replica_params = rows_of(state)
+    assert max_difference(replica_params[0], replica_params[1]) > 1e-3
+    mean = jax.tree.map(lambda *x: sum(x) / 2, *replica_params)
     state = opt.synchronize(state)
-    assert apart(state.params, mean) < 1e-12
-    assert all(equal(one, jax.device_get(state.params)) for one in rows_of(state))
+    assert max_difference(state.params, mean) < 1e-12
+    assert all(equal(row, jax.device_get(state.params)) for row in rows_of(state))
     once = jax.device_get(state)
     state = opt.synchronize(state)
     assert equal(jax.device_get(state), once)
@@ -39,10 +39,13 @@ REDUCERS = [None, so.reducers.error_feedback(so.reducers.top_k(0.2))]
 
 
 @pytest.mark.parametrize(
-    "reducer", tiered(REDUCERS, lambda one: False, ids=lambda one: getattr(one, "name", "exact"))
+    "reducer",
+    tiered(
+        REDUCERS, lambda parameter: False, ids=lambda parameter: getattr(parameter, "name", "exact")
+    ),
 )
 def test_synchronize_leaves_nothing_on_its_way_that_would_count_twice(
-    reducer, strategy_of, new_params, new_batches, steps_on, apart, x64
+    reducer, strategy_of, new_params, new_batches, steps_on, max_difference, x64
 ):
     """With an outer step of plain SGD, what was sent before is in the mean already, and so is what
     was left of it.
@@ -56,13 +59,13 @@ def test_synchronize_leaves_nothing_on_its_way_that_would_count_twice(
     mean = jax.device_get(state.params)
     for _ in range(4):
         state, _ = steps_on(opt, state, batches)
-        assert apart(state.params, mean) < 1e-12
+        assert max_difference(state.params, mean) < 1e-12
 
 
 @pytest.mark.slow  # test_synchronize_makes_all_equal_to_the_mean_and_a_second_time_changes_nothing
 @pytest.mark.parametrize("delay", tiered([1, 2], lambda delay: delay == 2))
 def test_synchronize_takes_back_no_more_than_what_is_on_its_way(
-    delay, strategy_of, new_params, new_batches, steps_on, apart, rows_of, x64
+    delay, strategy_of, new_params, new_batches, steps_on, max_difference, rows_of, x64
 ):
     """What the first round left is in no replica's parameters: the mean moves by just that when all
     else stands still.
@@ -72,27 +75,27 @@ def test_synchronize_takes_back_no_more_than_what_is_on_its_way(
     batches = new_batches(9)
     # the first round is over
     state, _ = steps_on(opt, opt.init(new_params()), batches[: 4 + delay])
-    left = jax.device_get(state.opt_state.reducer[0].now)
-    assert any(np.any(leaf) for leaf in jax.tree.leaves(left))
-    assert equal(jax.device_get(state.opt_state.reducer[0].before), left)
+    pending_update = jax.device_get(state.opt_state.reducer[0].now)
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(pending_update))
+    assert equal(jax.device_get(state.opt_state.reducer[0].before), pending_update)
     over = opt.synchronize(state)
-    assert equal(jax.device_get(over.opt_state.reducer[0].now), left)
+    assert equal(jax.device_get(over.opt_state.reducer[0].now), pending_update)
     # the second is on its way, unless it arrives at once
     state, _ = steps_on(opt, state, batches[4 + delay :])
     in_flight = delay == 2
     now, before = map(jax.device_get, state.opt_state.reducer[0])
-    assert equal(before, left) == in_flight
-    assert not equal(now, left)
+    assert equal(before, pending_update) == in_flight
+    assert not equal(now, pending_update)
     state = opt.synchronize(state)
-    found = jax.device_get(state.opt_state.reducer[0])
-    assert equal(found.now, left if in_flight else now)
-    assert equal(found.before, found.now)
+    reducer_state = jax.device_get(state.opt_state.reducer[0])
+    assert equal(reducer_state.now, pending_update if in_flight else now)
+    assert equal(reducer_state.before, reducer_state.now)
     mean = jax.device_get(state.params)
     state = so.replace(state, hyperparams={"learning_rate": 0.0})
     for _ in range(10):
         state, _ = steps_on(opt, state, batches[:8])
-    assert apart(rows_of(state), [jax.device_get(state.params)] * 2) < 1e-12
-    moved, owed = (sum(map(np.sum, jax.tree.leaves(tree))) for tree in (mean, found.now))
+    assert max_difference(rows_of(state), [jax.device_get(state.params)] * 2) < 1e-12
+    moved, owed = (sum(map(np.sum, jax.tree.leaves(tree))) for tree in (mean, reducer_state.now))
     moved -= sum(map(np.sum, jax.tree.leaves(jax.device_get(state.params))))
     assert abs(moved) > 1e-4
     np.testing.assert_allclose(moved, owed / 2, rtol=1e-9)
@@ -130,7 +133,9 @@ def test_evaluate_takes_the_shared_parameters(
     assert int(state.step) == 5  # nothing was donated
     lowered = opt.evaluate.lower(state, batches[0])
     assert not [
-        one for one in so.hlo.audit(lowered).of(axis="replica").collectives if one.bytes > 64
+        collective
+        for collective in so.hlo.audit(lowered).of(axis="replica").collectives
+        if collective.bytes > 64
     ]
 
 
@@ -174,11 +179,16 @@ def test_leaves_that_the_loss_updates_are_averaged_when_replicas_agree(
     )
     opt = so.diloco(inner, sync_every=3, delay=delay)
     batches = new_batches(5)
-    state, own, shared, seen = opt.init(params), np.zeros((2, 3)), np.zeros(3), np.zeros(2, int)
+    state, replica_means, shared, seen = (
+        opt.init(params),
+        np.zeros((2, 3)),
+        np.zeros(3),
+        np.zeros(2, int),
+    )
     for step, batch in enumerate(batches, start=1):
         state, _ = opt.step(state, batch)
         halves = np.split(batch["x"], 2)
-        own = 0.5 * own + 0.5 * np.stack([half.mean(0) for half in halves])
+        replica_means = 0.5 * replica_means + 0.5 * np.stack([half.mean(0) for half in halves])
         # integers take the maximum over the devices of a replica, too
         seen = (
             seen
@@ -186,12 +196,12 @@ def test_leaves_that_the_loss_updates_are_averaged_when_replicas_agree(
             + [max(int(quarter[0, 0] > 0) for quarter in np.split(half, 2)) for half in halves]
         )
         if step == 3 + delay:
-            shared = own.mean(0)
-            own, seen = np.stack([shared] * 2), np.full(2, seen.max())
-        np.testing.assert_allclose(state.opt_state.params.value["mean"], own, rtol=1e-12)
+            shared = replica_means.mean(0)
+            replica_means, seen = np.stack([shared] * 2), np.full(2, seen.max())
+        np.testing.assert_allclose(state.opt_state.params.value["mean"], replica_means, rtol=1e-12)
         np.testing.assert_allclose(state.params["mean"], shared, rtol=1e-12, atol=1e-15)
         assert np.array_equal(state.opt_state.params.value["seen"], seen)
-    assert np.abs(own[0] - own[1]).max() > 1e-3
+    assert np.abs(replica_means[0] - replica_means[1]).max() > 1e-3
 
 
 @pytest.mark.slow
@@ -208,7 +218,7 @@ def test_hyperparameters_are_one_number_for_all_replicas(
     assert so.training.hyperparams(state) == {inside: 0.0, outside: 0.5, "momentum": 0.25}
     state, _ = steps_on(opt, state, new_batches(3))
     # a rate of 0 reaches every replica
-    assert all(equal(one, new_params()) for one in rows_of(state))
+    assert all(equal(row, new_params()) for row in rows_of(state))
     state = so.replace(state, hyperparams={inside: np.array([0.0, 0.25])})
     assert so.training.hyperparams(state)[inside].tolist() == [0.0, 0.25]
     # the agreement follows, so look at what was shared: half a step

@@ -54,12 +54,12 @@ def total_and_weight(params, batch):
     """The square of a sum over time does not split along time; the table enters every row."""
     hidden = jnp.tanh(batch["frames"] @ params["w"]).sum(0)
     keys = jnp.tanh(batch["table"] @ params["w"])
-    found = (
+    predictions = (
         hidden @ params["v"]
         + jax.nn.softmax(hidden @ keys.T) @ keys @ params["v"]
         - batch["offset"]
     )
-    return (batch["weight"] * (found - batch["target"]) ** 2).sum(), batch["weight"].sum()
+    return (batch["weight"] * (predictions - batch["target"]) ** 2).sum(), batch["weight"].sum()
 
 
 def weighted(params, batch):
@@ -82,11 +82,11 @@ def first_rows(batch, count):
 def trains_as_one_device(opt, loss, params, batches):
     """Train, and compare losses, norms and parameters; return the last state and metrics."""
     expected, final = train(TX, loss, params, batches)
-    state, found = opt.init(params), []
+    state, losses_and_norms = opt.init(params), []
     for batch in batches:
         state, metrics = opt.step(state, batch)
-        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    np.testing.assert_allclose(found, expected, rtol=1e-10)
+        losses_and_norms.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    np.testing.assert_allclose(losses_and_norms, expected, rtol=1e-10)
     assert relative_difference(state.params, final) <= 1e-10
     return state, metrics
 
@@ -130,13 +130,16 @@ def test_equals_one_device(name, mesh, micro_batches, view, mesh_of, x64):
     opt = STRATEGIES[name](TX, mesh_of(**mesh), weighted, batch_dims=DIMS, **options)
     state, metrics = trains_as_one_device(opt, on_one_device, params(), batches())
     assert int(metrics["rows"]) == ROWS
-    some = first_rows(batches()[0], 5)
-    found = so.training.evaluation(opt, [some, batches()[1]])(state)
-    parts = [total_and_weight(jax.device_get(state.params), one) for one in (some, batches()[1])]
+    short_batch = first_rows(batches()[0], 5)
+    val_metrics = so.training.evaluation(opt, [short_batch, batches()[1]])(state)
+    parts = [
+        total_and_weight(jax.device_get(state.params), held_out)
+        for held_out in (short_batch, batches()[1])
+    ]
     np.testing.assert_allclose(
-        found["val_loss"], sum(p[0] for p in parts) / sum(p[1] for p in parts), rtol=1e-10
+        val_metrics["val_loss"], sum(p[0] for p in parts) / sum(p[1] for p in parts), rtol=1e-10
     )
-    assert found["val_rows"] == 5 + ROWS
+    assert val_metrics["val_rows"] == 5 + ROWS
     with compilations() as compiled:
         opt.step(state, batches()[1])
     assert compiled == []
@@ -163,8 +166,8 @@ BLOCKS = so.BlockModel(
 )
 def test_blocks(mesh, view, mesh_of, x64):
     def loss(params, batch):
-        found = BLOCKS.loss_fn(params, batch)
-        return found.total / found.weight
+        weighted_loss = BLOCKS.loss_fn(params, batch)
+        return weighted_loss.total / weighted_loss.weight
 
     start = params() | {"blocks": {"a": np.random.default_rng(3).normal(size=(2, 16, 16)) * 0.3}}
     options = {"micro_batches": 2, "batch_dims": DIMS, "view": view}
@@ -207,16 +210,16 @@ def test_a_batch_that_is_one_array(mesh_of, x64):
         return (jnp.tanh(batch @ params["w"]).sum(0) @ params["v"]).mean()
 
     opt = so.zero(TX, mesh_of(data=2), loss, stage=1, batch_dims=[("", 1)], micro_batches=2)
-    found = so.training.evaluation(opt, [frames[:, :7]])(opt.init(start))["val_loss"]
-    np.testing.assert_allclose(found, loss(start, frames[:, :7]), rtol=1e-12)
+    val_loss = so.training.evaluation(opt, [frames[:, :7]])(opt.init(start))["val_loss"]
+    np.testing.assert_allclose(val_loss, loss(start, frames[:, :7]), rtol=1e-12)
 
 
 def test_positions_are_the_other_dim(mesh_of, x64):
     """On a context axis the positions of frames [T, B, ...] are their dim 0, and a table has none."""
 
     def loss(params, batch):
-        found = jnp.tanh(batch["frames"] @ params["w"]) @ params["v"] + batch["table"].sum()
-        return ((found - batch["targets"]) ** 2).mean()
+        predictions = jnp.tanh(batch["frames"] @ params["w"]) @ params["v"] + batch["table"].sum()
+        return ((predictions - batch["targets"]) ** 2).mean()
 
     dims = [("^(frames|targets)$", 1), ("^table$", None)]
     opt = so.fsdp(
@@ -315,9 +318,9 @@ def test_the_evaluation_of_graphs_counts_each_as_one(mesh_of, x64):
     opt = so.fsdp(TX, mesh_of(data=8), graph_loss, view="global", min_shard_elements=8)
     graphs = [graph(), graph(nodes=7, edges=9, seed=1)]
     state = opt.init(graph_params())
-    found = so.training.evaluation(opt, graphs)(state)["val_loss"]
-    expected = [jax.jit(graph_loss)(graph_params(), one) for one in graphs]
-    np.testing.assert_allclose(found, np.mean(expected), rtol=1e-12)
+    val_loss = so.training.evaluation(opt, graphs)(state)["val_loss"]
+    expected = [jax.jit(graph_loss)(graph_params(), graph_batch) for graph_batch in graphs]
+    np.testing.assert_allclose(val_loss, np.mean(expected), rtol=1e-12)
     np.testing.assert_allclose(opt.evaluate(state, graphs[1])["loss"], expected[1])
 
 
@@ -362,10 +365,10 @@ def test_a_batch_that_is_not_cut_runs_whole_and_it_is_said(
 def test_fit_counts_examples_and_check_compares(mesh_of, x64, capsys):
     opt = so.fsdp(TX, mesh_of(data=2), weighted, batch_dims=DIMS, micro_batches=2)
     report = so.check(opt, opt.init(params()), batches()[0])
-    names = [one.name for one in report.differences if "state" not in one.name]
+    names = [difference.name for difference in report.differences if "state" not in difference.name]
     leaves = [f"{kind} of {leaf}" for kind in ("gradient", "update") for leaf in sorted(params())]
-    others = ["first parameters", "loss", "step", "evaluated loss", "evaluated rows"]
-    assert sorted(names) == sorted([*others, "metric grad_norm", "metric rows", *leaves])
+    value_names = ["first parameters", "loss", "step", "evaluated loss", "evaluated rows"]
+    assert sorted(names) == sorted([*value_names, "metric grad_norm", "metric rows", *leaves])
     assert capsys.readouterr().out == f"{report}\n"
     result = so.fit(opt, opt.init(params()), batches(), num_steps=3, log_every=1, progress=False)
     last = result.history[-1]

@@ -41,11 +41,11 @@ QUICK = [row for row in PAIRED if row[0] not in REPEATED][:4]
 def check(opt, loss_fn, params, batches, *, tx, dtype="float64", **how):
     """Train, and compare losses, norms and parameters with one device; return what came out."""
     history, final = train(tx, loss_fn, params, batches, **how)
-    state, found = opt.init(params), []
+    state, losses_and_norms = opt.init(params), []
     for batch in batches:
         state, metrics = opt.step(state, batch)
-        found.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    np.testing.assert_allclose(found, history, rtol=TOLERANCE[dtype])
+        losses_and_norms.append((float(metrics["loss"]), float(metrics["grad_norm"])))
+    np.testing.assert_allclose(losses_and_norms, history, rtol=TOLERANCE[dtype])
     assert relative_difference(state.params, final) <= TOLERANCE[dtype]
     return state
 
@@ -136,9 +136,9 @@ def test_evaluation_of_batches_that_devices_do_not_divide(mesh_of, x64):
     )
     batches = [*case.batches(1), *case.batches(1, rows=5)]
     with pytest.warns(UserWarning, match="rows are mixed"):
-        found = so.training.evaluation(opt, batches)(opt.init(case.params))["val_loss"]
-    one, other = (float(case.loss_fn(case.params, batch)) for batch in batches)
-    np.testing.assert_allclose(found, (32 * one + 5 * other) / 37, rtol=1e-12)
+        val_loss = so.training.evaluation(opt, batches)(opt.init(case.params))["val_loss"]
+    first_loss, other = (float(case.loss_fn(case.params, batch)) for batch in batches)
+    np.testing.assert_allclose(val_loss, (32 * first_loss + 5 * other) / 37, rtol=1e-12)
 
 
 def test_evaluation_weighs_batches_that_are_cut_as_those_that_run_whole(mesh_of, x64):
@@ -154,9 +154,9 @@ def test_evaluation_weighs_batches_that_are_cut_as_those_that_run_whole(mesh_of,
 
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss, view="global", micro_batches=2)
     batches = [*case.batches(1), *case.batches(1, rows=5)]
-    found = so.training.evaluation(opt, batches)(opt.init(case.params))["val_loss"]
+    val_loss = so.training.evaluation(opt, batches)(opt.init(case.params))["val_loss"]
     np.testing.assert_allclose(
-        found, np.concatenate([of_rows(case.params, batch) for batch in batches]).mean()
+        val_loss, np.concatenate([of_rows(case.params, batch) for batch in batches]).mean()
     )
 
 
@@ -195,8 +195,8 @@ def mean_square(params, batch):
 
 
 def noisy(params, batch, rng):
-    kept = jax.random.bernoulli(rng, 0.7, batch["x"].shape)
-    error = jnp.where(kept, batch["x"], 0.0) @ params["up"] * params["scale"][None, :]
+    mask = jax.random.bernoulli(rng, 0.7, batch["x"].shape)
+    error = jnp.where(mask, batch["x"], 0.0) @ params["up"] * params["scale"][None, :]
     total = so.losses.Weighted((error.mean(-1) ** 2 * batch["mask"]).sum(), batch["mask"].sum())
     mean = jax.lax.stop_gradient(error).mean(0) + params["mean"]
     metrics = {
@@ -209,7 +209,7 @@ def noisy(params, batch, rng):
 def test_keys_weights_metrics_and_updates_are_those_of_one_device(mesh_of, x64):
     params = {**LOSSES["batch_norm"].params, "mean": np.zeros(16)}
     del params["down"]
-    found = []
+    runs = []
     for data, view in ((1, "per_device"), (8, "global")):
         opt = so.fsdp(
             optax.sgd(0.1),
@@ -222,8 +222,8 @@ def test_keys_weights_metrics_and_updates_are_those_of_one_device(mesh_of, x64):
         state = opt.init(params, jax.random.key(3))
         for batch in LOSSES["batch_norm"].batches(2):
             state, metrics = opt.step(state, batch)
-        found.append((state.params, metrics))
-    assert relative_difference(found[1], jax.device_get(found[0])) <= 1e-10
+        runs.append((state.params, metrics))
+    assert relative_difference(runs[1], jax.device_get(runs[0])) <= 1e-10
 
 
 CUT = [(loss, way) for loss in LOSSES for way in ("fsdp", "zero1")]
@@ -268,8 +268,10 @@ def test_micro_batches_of_a_mean_over_rows_are_cut(way, local, mesh_of, x64):
     state = opt.init(case.params)
     for batch in batches:
         state, _ = opt.step(state, batch)
-    one = {"rate": 1.0, "momentum": 0.0, "nesterov": False}
-    shared, _ = reference.diloco(tx, case.loss_fn, case.params, batches, 2, sync_every=2, outer=one)
+    outer_options = {"rate": 1.0, "momentum": 0.0, "nesterov": False}
+    shared, _ = reference.diloco(
+        tx, case.loss_fn, case.params, batches, 2, sync_every=2, outer=outer_options
+    )
     assert relative_difference(state.params, shared) < 1e-10
 
 
@@ -296,12 +298,12 @@ def test_replicas_that_train_apart_each_see_their_whole_rows(mesh_of, x64):
     state = opt.init(case.params)
     for batch in batches:
         state, _ = opt.step(state, batch)
-    one = {"rate": 1.0, "momentum": 0.0, "nesterov": False}
-    shared, own = reference.diloco(
-        tx, case.loss_fn, case.params, batches, 2, sync_every=2, outer=one
+    outer_options = {"rate": 1.0, "momentum": 0.0, "nesterov": False}
+    shared, replica_params = reference.diloco(
+        tx, case.loss_fn, case.params, batches, 2, sync_every=2, outer=outer_options
     )
     assert relative_difference(state.params, shared) < 1e-10
-    stacked = jax.tree.map(lambda *x: np.stack(x), *own)
+    stacked = jax.tree.map(lambda *x: np.stack(x), *replica_params)
     assert relative_difference(state.opt_state.params.value, stacked) < 1e-10
 
 
@@ -408,13 +410,13 @@ def test_what_the_partitioner_is_seen_to_send(way, mesh_of):
         "y": jax.ShapeDtypeStruct((32, 16), jnp.float32),
     }
     opt = STRATEGIES[strategy](optax.adamw(1e-3), mesh_of(**sizes), model, view="global")
-    found = so.hlo.audit(opt.step, opt.abstract_state(params), batch)
+    report = so.hlo.audit(opt.step, opt.abstract_state(params), batch)
     psi = sum(leaf.size * 4 for leaf in jax.tree.leaves(params))
-    sent = {kind: traffic.bytes / psi for kind, traffic in found.by_kind().items()}
+    sent = {kind: traffic.bytes / psi for kind, traffic in report.by_kind().items()}
     assert sent == pytest.approx(SENT[way], rel=0.02)
-    gathers = found.of(kind="all-gather", in_loop=True).collectives
+    gathers = report.of(kind="all-gather", in_loop=True).collectives
     # one block, forwards and again backwards
-    assert all(one.bytes <= 2 * 64 * 256 * 4 for one in gathers)
+    assert all(collective.bytes <= 2 * 64 * 256 * 4 for collective in gathers)
     assert bool(gathers) == (way == "fsdp")
 
 

@@ -19,7 +19,7 @@ X = {"x": np.stack([ROWS, -ROWS, np.sin(ROWS), np.ones(16)], axis=1), "mask": RO
 def told(x, mask):
     """One metric of each kind, and what numpy makes of it on the whole batch."""
     values = x[:, 0] + x[:, 2]
-    found = {
+    metrics = {
         "mean": values.mean(),
         "of_masked": so.losses.Weighted((values * mask).sum(), mask.sum()),
         "two_terms": so.losses.Weighted(
@@ -34,7 +34,9 @@ def told(x, mask):
         "columns": so.losses.Min(x.min(0)),
     }
     return (
-        {name: wanted(one) for name, one in found.items()} if isinstance(x, np.ndarray) else found
+        {name: wanted(metric) for name, metric in metrics.items()}
+        if isinstance(x, np.ndarray)
+        else metrics
     )
 
 
@@ -109,14 +111,14 @@ def test_of_each_kind_in_a_pipeline(mesh_of, x64):
 def test_of_replicas_that_train_apart(mesh_of, x64):
     opt = so.local_sgd(so.ddp(optax.sgd(0.1), mesh_of(replica=2, data=2), loss_fn), sync_every=2)
     metrics = opt.step(opt.init(np.ones(())), X)[1]
-    whole, *halves = (
+    union_metrics, *halves = (
         told(X["x"][rows], X["mask"][rows]) for rows in (slice(16), slice(8), slice(8, 16))
     )
     for name in ("mean", "of_masked", "two_terms"):
         np.testing.assert_allclose(
             metrics[name], (halves[0][name] + halves[1][name]) / 2, rtol=1e-12
         )
-        metrics[name] = np.asarray(whole[name])
+        metrics[name] = np.asarray(union_metrics[name])
     check(metrics)
 
 
@@ -140,13 +142,17 @@ def test_of_islands_over_the_steps_of_a_round(x64):
         for i in (0, 2)
     ]
     opt = so.parameter_server.async_local_sgd(islands, local_steps=2, max_staleness=0)
-    found = opt.run(np.ones(()), lambda worker: shares[worker], num_updates=1).metrics["history"]
-    found = {name: values[0] for name, values in found.items()}
-    whole, *parts = (told(one["x"], one["mask"]) for one in (X, *shares[0], *shares[1]))
+    history = opt.run(np.ones(()), lambda worker: shares[worker], num_updates=1).metrics["history"]
+    history = {name: values[0] for name, values in history.items()}
+    union_metrics, *parts = (
+        told(batch["x"], batch["mask"]) for batch in (X, *shares[0], *shares[1])
+    )
     for name in ("mean", "of_masked", "two_terms"):
-        np.testing.assert_allclose(found[name], np.mean([part[name] for part in parts]), rtol=1e-12)
-        found[name] = np.asarray(whole[name])
-    check(found)
+        np.testing.assert_allclose(
+            history[name], np.mean([part[name] for part in parts]), rtol=1e-12
+        )
+        history[name] = np.asarray(union_metrics[name])
+    check(history)
 
 
 def test_of_each_kind_over_batches_that_devices_do_not_divide(mesh_of, x64):
@@ -155,10 +161,10 @@ def test_of_each_kind_over_batches_that_devices_do_not_divide(mesh_of, x64):
 
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), plain, micro_batches=2)
     batches = [jax.tree.map(lambda x: x[:11], X), jax.tree.map(lambda x: x[11:], X)]
-    found = so.training.evaluation(opt, batches, prefix="")(opt.init(np.ones(())))
+    val_metrics = so.training.evaluation(opt, batches, prefix="")(opt.init(np.ones(())))
     expected = told(X["x"], X["mask"])
     for name in expected.keys() - {"columns"}:
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-12, err_msg=name)
+        np.testing.assert_allclose(val_metrics[name], expected[name], rtol=1e-12, err_msg=name)
 
 
 def test_what_does_not_say_how_its_parts_become_one_is_refused(mesh_of):

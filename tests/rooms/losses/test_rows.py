@@ -28,8 +28,10 @@ def clip(rows, params, batch):
     """In-batch negatives in both directions."""
     images, texts = hidden(params, batch), batch["y"] @ params["text"]
     to_texts, to_images = images @ rows.gather_batch(texts).T, texts @ rows.gather_batch(images).T
-    own = (images * texts).sum(1)
-    return jnp.mean(jax.nn.logsumexp(to_texts, 1) + jax.nn.logsumexp(to_images, 1) - 2 * own)
+    matched_scores = (images * texts).sum(1)
+    return jnp.mean(
+        jax.nn.logsumexp(to_texts, 1) + jax.nn.logsumexp(to_images, 1) - 2 * matched_scores
+    )
 
 
 def advantages(rows, params, batch):
@@ -193,7 +195,7 @@ def test_several_terms_each_over_its_own_weight(strategy, sizes, options, mesh_o
 def test_several_terms_are_refused_where_weights_come_too_late(mesh_of):
     blocks = so.BlockModel(
         lambda outer, x: x[:, None],
-        lambda one, x: x * one[None],
+        lambda block_params, x: x * block_params[None],
         lambda _, x, batch: so.losses.Weighted((x.sum(), x.sum()), (len(x), 2 * len(x))),
     )
     opt = so.hybrid(optax.sgd(0.1), mesh_of(data=1, pipeline=2), blocks, micro_batches=2)
@@ -215,10 +217,10 @@ def normalised_block(rows):
         mean, square = rows.batch_mean((x, x**2))
         return (x - mean[None]) * jax.lax.rsqrt(square - mean**2 + 1e-2)[None]
 
-    def block(one, x):
+    def block(block_params, x):
         groups = x.reshape(len(x), 2, -1)
         groups = jax.vmap(jax.jit(normalise), in_axes=1, out_axes=1)(groups)
-        return x + jnp.tanh(groups.reshape(x.shape) @ one["w"])
+        return x + jnp.tanh(groups.reshape(x.shape) @ block_params["w"])
 
     return block
 
@@ -349,7 +351,7 @@ def test_what_sees_a_part_of_the_batch_is_refused(name, mesh_of):
         opt.step(opt.init(np.float32(1)), np.ones(4, np.float32))
     blocks = so.BlockModel(
         lambda outer, x: x[:, None],
-        lambda one, x: x * one[None],
+        lambda block_params, x: x * block_params[None],
         lambda _, x, batch: function(x).sum(),
     )
     opt = so.hybrid(optax.sgd(0.1), mesh_of(data=1, pipeline=2), blocks, micro_batches=2)

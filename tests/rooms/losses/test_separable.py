@@ -109,8 +109,8 @@ def with_class_token(params, batch):
     rows = jnp.stack([batch["x"], batch["x"] ** 2], axis=1)
     token = jnp.broadcast_to(params["token"][None, None], (len(rows), 1, 12))
     # of rows, and also of one row
-    ones = jnp.broadcast_to(jnp.sum(rows, axis=2, keepdims=True), rows.shape)
-    return jnp.mean(jnp.concatenate([token, rows * ones], axis=1) ** 2)
+    row_sums = jnp.broadcast_to(jnp.sum(rows, axis=2, keepdims=True), rows.shape)
+    return jnp.mean(jnp.concatenate([token, rows * row_sums], axis=1) ** 2)
 
 
 def centred_rows(params, batch):
@@ -260,8 +260,8 @@ def named(loss_fn, uses):
     at = loss_fn.__code__.co_firstlineno + 1
     source = linecache.getline(__file__, at).strip()
     return [
-        f"  {one} at tests/rooms/losses/test_separable.py:{at} ({loss_fn.__name__}): {source}"
-        for one in uses
+        f"  {operation} at tests/rooms/losses/test_separable.py:{at} ({loss_fn.__name__}): {source}"
+        for operation in uses
     ]
 
 
@@ -288,11 +288,11 @@ def test_the_message_of_a_refusal(loss_fn, cut, why, uses):
     state = abstract_state(opt, {"up": np.ones((12, 16), np.float32)})
     with pytest.raises(so.errors.NotSeparableError) as caught:
         opt.step.lower(state, {"x": jax.ShapeDtypeStruct((8, 12), np.float32)})
-    what = (
+    problem = (
         f"ddp: the loss is not shown to be a (weighted) mean over rows, so {cut} could train on"
         f" another: {why}"
     )
-    assert str(caught.value) == "\n".join([what, *named(loss_fn, uses), f"Fix: {FIX}"])
+    assert str(caught.value) == "\n".join([problem, *named(loss_fn, uses), f"Fix: {FIX}"])
 
 
 def test_the_global_view_is_taken_with_one_warning_and_reported(mesh_of):
@@ -302,14 +302,14 @@ def test_the_global_view_is_taken_with_one_warning_and_reported(mesh_of):
     assert opt.config.report().view == "view: the first step chooses it."
     with pytest.warns(UserWarning, match="the global view") as caught:
         state, metrics = opt.step(state, batch)
-    what = (
+    problem = (
         "the loss is not shown to be a (weighted) mean over rows, so 2 devices could train on"
         " another: it is a sum over rows, where a mean is expected."
     )
-    assert [str(one.message) for one in caught] == [
+    assert [str(warning.message) for warning in caught] == [
         "\n".join(
             [
-                f"ddp: the loss runs in the global view, once on the whole batch: {what}",
+                f"ddp: the loss runs in the global view, once on the whole batch: {problem}",
                 *named(summed, ["reduce_sum"]),
                 (
                     "  The step is exact. It costs the collectives that the partitioner places for"
@@ -323,7 +323,7 @@ def test_the_global_view_is_taken_with_one_warning_and_reported(mesh_of):
             ]
         )
     ]
-    assert opt.config.report().view == f"view: global: {what}"
+    assert opt.config.report().view == f"view: global: {problem}"
     np.testing.assert_allclose(metrics["loss"], 8 * 16 * 144, rtol=1e-6)
     with warnings.catch_warnings():  # of other shapes nothing more is said
         warnings.simplefilter("error")
@@ -384,7 +384,7 @@ def test_a_weight_that_is_trained_has_its_gradient(strategy, mesh_of, x64):
     ]
     tx = optax.sgd(0.1, momentum=0.9)
     opt = strategy(tx, mesh_of(data=4), trained_weight)
-    state, own, moments = opt.init(params), params, tx.init(params)
+    state, expected_params, moments = opt.init(params), params, tx.init(params)
     with pytest.warns(
         UserWarning, match=r"the weight of so\.losses\.Weighted depends on the parameters"
     ):
@@ -392,9 +392,11 @@ def test_a_weight_that_is_trained_has_its_gradient(strategy, mesh_of, x64):
     for batch in batches[1:]:
         state, _ = opt.step(state, batch)
     for batch in batches:
-        updates, moments = tx.update(jax.grad(on_one_device)(own, batch), moments)
-        own = optax.apply_updates(own, updates)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), state.params, own)
+        updates, moments = tx.update(jax.grad(on_one_device)(expected_params, batch), moments)
+        expected_params = optax.apply_updates(expected_params, updates)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), state.params, expected_params
+    )
     refusing = strategy(tx, mesh_of(data=4), trained_weight, view="per_device")
     with pytest.raises(
         so.errors.NotSeparableError,
@@ -419,7 +421,7 @@ def test_check_prints_what_differs_and_raises(capsys):
         so.check(opt, state, batch)
     printed = capsys.readouterr().out.splitlines()
     differing = [line.split("  ")[0] for line in printed if line.endswith("differs")]
-    gradients = [f"gradient of {one}" for one in ("down", "scale", "up")]
+    gradients = [f"gradient of {leaf_name}" for leaf_name in ("down", "scale", "up")]
     assert differing == ["evaluated loss", "loss", *gradients]
     assert "gradient of up: " in str(caught.value)
     opt.step(state, batch)  # nothing was donated
@@ -429,9 +431,9 @@ def test_check_prints_what_differs_and_raises(capsys):
 def test_check_finds_a_pipeline_and_the_global_view_right():
     opt, state, batch = trusting(view="global")
     report = so.check(opt, state, batch)
-    assert max(one.relative for one in report.differences) < 1e-5
+    assert max(difference.relative for difference in report.differences) < 1e-5
     config = gpt.config(vocab_size=12, dim=8, num_layers=4, num_heads=2, max_length=8)
     mesh = so.make_mesh(data=2, pipeline=2, devices=jax.devices()[:4])
     opt = so.hybrid(optax.sgd(0.1), mesh, gpt.model(config), micro_batches=2)
     report = so.check(opt, opt.init(host_params(gpt.init, config)), {"tokens": BATCH["tokens"]})
-    assert max(one.relative for one in report.differences) < 1e-4
+    assert max(difference.relative for difference in report.differences) < 1e-4

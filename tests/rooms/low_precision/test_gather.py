@@ -99,14 +99,14 @@ def test_a_cast_of_the_arrays_within_a_weight_is_refused(precision, mesh_of):
     for change in (cast, lambda leaf: leaf.astype(jnp.float32), lambda leaf: leaf * 0.5):
         with pytest.raises(TypeError, match=message):
             gathered_product(weight, mesh, precision, functools.partial(jax.tree.map, change))
-    whole = functools.partial(
+    cast_leaves = functools.partial(
         jax.tree.map, lambda leaf: leaf.astype(weight.dtype), is_leaf=lambda x: hasattr(x, "astype")
     )
     expected = so.nn.quantized_einsum(
         "btd,df->btf", jnp.asarray(X, jnp.float32), weight, precision=precision
     )
     np.testing.assert_allclose(
-        gathered_product(weight, mesh, precision, whole), expected, rtol=1e-6
+        gathered_product(weight, mesh, precision, cast_leaves), expected, rtol=1e-6
     )
 
 

@@ -48,23 +48,25 @@ def test_numbers_are_those_of_the_formula(precision, x64):
         lambda x, w: so.nn.quantized_einsum(SUBSCRIPTS, x, w, precision=precision), x, w
     )
     # jax.checkpoint cannot keep it
-    assert all(kept.dtype != jnp.float8_e4m3fn for kept in jax.tree.leaves(pull))
+    assert all(residual.dtype != jnp.float8_e4m3fn for residual in jax.tree.leaves(pull))
     dx, dw = pull(jnp.asarray(g))
-    own = (
+    storage_dtypes = (
         (np.int8,) * 2 if precision == "int8" else (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
     )
-    qx, qw = rounded(x, (2,), own[0]), rounded(w, (0,), own[0])
+    qx, qw = rounded(x, (2,), storage_dtypes[0]), rounded(w, (0,), storage_dtypes[0])
     expected = np.einsum(SUBSCRIPTS, qx, qw)
     np.testing.assert_allclose(y, expected, rtol=1e-12, atol=1e-12)
     # the scales of the weight, and of x, are in the gradient before it is rounded
-    weight_scale = (np.abs(w).max(0) / MAX[own[0]])[:, None, None]
+    weight_scale = (np.abs(w).max(0) / MAX[storage_dtypes[0]])[:, None, None]
     expected = np.einsum(
-        "cbtf,dcf->btd", rounded(g * weight_scale, (0, 3), own[1]), qw / weight_scale[:, 0, 0]
+        "cbtf,dcf->btd",
+        rounded(g * weight_scale, (0, 3), storage_dtypes[1]),
+        qw / weight_scale[:, 0, 0],
     )
     np.testing.assert_allclose(dx, expected, rtol=1e-12, atol=1e-12)
-    x_scale = np.abs(x).max(2, keepdims=True) / MAX[own[0]]
+    x_scale = np.abs(x).max(2, keepdims=True) / MAX[storage_dtypes[0]]
     numbers = np.divide(qx, x_scale, out=np.zeros_like(qx), where=x_scale != 0)
-    expected = np.einsum("btd,cbtf->dcf", numbers, rounded(g * x_scale, (2,), own[1]))
+    expected = np.einsum("btd,cbtf->dcf", numbers, rounded(g * x_scale, (2,), storage_dtypes[1]))
     np.testing.assert_allclose(dw, expected, rtol=1e-12, atol=1e-12)
     # and near what they stand for
     error = relative_difference(y, np.einsum(SUBSCRIPTS, x, w))
@@ -87,8 +89,8 @@ def test_what_is_not_finite_stays_so(precision):
             np.isfinite(product(jnp.ones((64, 256)), w.at[7, 1].set(broken))).tolist()
             == [[True, False]] * 64
         )
-        given = rounded_weight(w.at[7, 1].set(broken), RoundedForm(Rounding(precision), 0))
-        assert np.isfinite(product(jnp.ones((64, 256)), given)).tolist() == [[True, False]] * 64
+        weight = rounded_weight(w.at[7, 1].set(broken), RoundedForm(Rounding(precision), 0))
+        assert np.isfinite(product(jnp.ones((64, 256)), weight)).tolist() == [[True, False]] * 64
 
 
 @pytest.mark.fast
@@ -125,7 +127,9 @@ def test_a_weight_that_is_rounded_already_gives_the_same_numbers(precision, name
     for dim in sorted({0, 1, w.ndim - 1}):
         form = RoundedForm(Rounding(precision, summed=summed), dim)
         by_rounded, pull_rounded = jax.vjp(product, x, rounded_weight(w, form))
-        assert all(kept.dtype != jnp.float8_e4m3fn for kept in jax.tree.leaves(pull_rounded))
+        assert all(
+            residual.dtype != jnp.float8_e4m3fn for residual in jax.tree.leaves(pull_rounded)
+        )
         dx, dw = pull_rounded(grad)
         for a, b in zip((by_rounded, dx, dw.zeros), (y, *pull(grad)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
@@ -224,8 +228,8 @@ def own_forward(x, w):
     return jnp.einsum("btd,df->btf", qx.astype(x.dtype), qw.astype(x.dtype)) / 448**2, (qx, qw)
 
 
-def own_backward(kept, g):
-    qx, qw = (numbers.astype(g.dtype) for numbers in kept)
+def own_backward(residuals, g):
+    qx, qw = (numbers.astype(g.dtype) for numbers in residuals)
     return jnp.einsum("btf,df->btd", g, qw), jnp.einsum("btd,btf->df", qx, g)
 
 
@@ -317,9 +321,9 @@ def test_many_devices_quantise_as_one(precision, name, sizes, options, mesh_of, 
         return state.params
 
     make = so.hybrid if "pipeline" in sizes else so.fsdp
-    found = trained(precision, lambda model: make(tx, mesh_of(**sizes), model, **options))
-    assert relative_difference(found, trained(precision)) < 1e-10
-    assert relative_difference(found, trained(None)) > 1e-5
+    final_params = trained(precision, lambda model: make(tx, mesh_of(**sizes), model, **options))
+    assert relative_difference(final_params, trained(precision)) < 1e-10
+    assert relative_difference(final_params, trained(None)) > 1e-5
 
 
 @pytest.mark.slow

@@ -132,14 +132,14 @@ FAST = ("fsdp", "muon", {"data": 4, "tensor": 2})
 
 
 @pytest.mark.parametrize(
-    ("name", "one", "sizes"),
+    ("name", "optimizer_name", "sizes"),
     tiered(TABLE, quick=lambda row: False, fast=lambda row: row == FAST),
     ids=str,
 )
-def test_equals_one_device(name, one, sizes, mesh_of, x64):
+def test_equals_one_device(name, optimizer_name, sizes, mesh_of, x64):
     params = model_params()
-    opt = strategy(name, OWNED[one](), mesh_of(**sizes), opt_state="matrices")
-    _, expected = train(OWNED[one](), MODEL.loss_fn, params, batches(3))
+    opt = strategy(name, OWNED[optimizer_name](), mesh_of(**sizes), opt_state="matrices")
+    _, expected = train(OWNED[optimizer_name](), MODEL.loss_fn, params, batches(3))
     assert relative_difference(after(opt, params, 3).params, expected) < 1e-10
 
 
@@ -154,27 +154,33 @@ FAST_UNEVEN = (6, "fsdp", "muon", {"data": 8})
 
 
 @pytest.mark.parametrize(
-    ("layers", "name", "one", "sizes"),
+    ("layers", "name", "optimizer_name", "sizes"),
     tiered(UNEVEN, quick=lambda row: False, fast=lambda row: row == FAST_UNEVEN),
     ids=str,
 )
-def test_equals_one_device_where_matrices_do_not_divide(layers, name, one, sizes, mesh_of, x64):
+def test_equals_one_device_where_matrices_do_not_divide(
+    layers, name, optimizer_name, sizes, mesh_of, x64
+):
     params, model = (flat_params(), flat_loss) if layers is None else (model_params(layers), MODEL)
-    make = ((OWNED | OPTIMIZERS) if layers is None else OWNED)[one]
+    make = ((OWNED | OPTIMIZERS) if layers is None else OWNED)[optimizer_name]
     opt = strategy(name, make(), mesh_of(**sizes), model, opt_state="matrices")
     _, expected = train(make(), model if layers is None else MODEL.loss_fn, params, batches(3))
     assert relative_difference(after(opt, params, 3).params, expected) < 1e-10
 
 
 @pytest.mark.slow  # test_equals_one_device_where_matrices_do_not_divide
-@pytest.mark.parametrize("one", [pytest.param("muon", marks=pytest.mark.slow), "adafactor"])
-def test_equals_one_device_where_some_owners_return_nothing(one, mesh_of, x64):
+@pytest.mark.parametrize(
+    "optimizer_name", [pytest.param("muon", marks=pytest.mark.slow), "adafactor"]
+)
+def test_equals_one_device_where_some_owners_return_nothing(optimizer_name, mesh_of, x64):
     """Fewer matrices than devices, and some that no device shards: their results are combined
     instead of sent.
     """
     case = problem("odd", weighted=True, steps=3)
-    opt = strategy("fsdp", OPTIMIZERS[one](), mesh_of(data=8), case.loss_fn, opt_state="matrices")
-    _, expected = train(OPTIMIZERS[one](), case.reference, case.params, case.batches)
+    opt = strategy(
+        "fsdp", OPTIMIZERS[optimizer_name](), mesh_of(data=8), case.loss_fn, opt_state="matrices"
+    )
+    _, expected = train(OPTIMIZERS[optimizer_name](), case.reference, case.params, case.batches)
     state = opt.init(case.params)
     for batch in case.batches:
         state, _ = opt.step(state, batch)
@@ -340,8 +346,8 @@ def test_an_optimizer_without_work_on_matrices_sends_nothing_more(mesh_of):
     params = model_params(dtype=jnp.float32)
     for tx in (optax.adamw(1e-2), optax.lamb(1e-2)):
         within, matrices = (
-            so.fsdp(tx, mesh_of(data=8), MODEL, min_shard_elements=8, opt_state=one)
-            for one in ("within", "matrices")
+            so.fsdp(tx, mesh_of(data=8), MODEL, min_shard_elements=8, opt_state=state_layout)
+            for state_layout in ("within", "matrices")
         )
         assert matrices.specs(params) == within.specs(params)
         assert matrices.config.report(params).owners.bytes_sent == 0
@@ -364,9 +370,9 @@ def test_muon_sends_little_more_than_adam(name, mesh_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("one", ["muon", "soap"])
+@pytest.mark.parametrize("optimizer_name", ["muon", "soap"])
 @pytest.mark.parametrize("layers", [8, 16])
-def test_each_device_computes_its_share_of_the_update(one, layers, mesh_of):
+def test_each_device_computes_its_share_of_the_update(optimizer_name, layers, mesh_of):
     """The products of an update with matrices, in the whole job, are those of one device: nothing
     is computed twice.
     """
@@ -376,15 +382,20 @@ def test_each_device_computes_its_share_of_the_update(one, layers, mesh_of):
         opt = so.fsdp(tx, mesh_of(data=devices), MODEL, min_shard_elements=8, opt_state="matrices")
         return inner_product_flops(opt.step.lower(opt.abstract_state(params), batch).compile())
 
-    whole, share = (
-        flops(OWNED[one](), devices) - flops(optax.sgd(1e-2), devices) for devices in (1, 8)
+    total_flops, share = (
+        flops(OWNED[optimizer_name](), devices) - flops(optax.sgd(1e-2), devices)
+        for devices in (1, 8)
     )
-    assert share == whole / 8 > 0
+    assert share == total_flops / 8 > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("blocks", "least", "most"), [(0, 1.5, 1.82), (6, 2.2, 2.9), (8, 1, 1.09)])
-def test_what_soap_sends_where_its_state_is_not_with_its_matrices(blocks, least, most, mesh_of):
+@pytest.mark.parametrize(
+    ("blocks", "lower_bound", "upper_bound"), [(0, 1.5, 1.82), (6, 2.2, 2.9), (8, 1, 1.09)]
+)
+def test_what_soap_sends_where_its_state_is_not_with_its_matrices(
+    blocks, lower_bound, upper_bound, mesh_of
+):
     """The figures of docs/matrices.md, for eight squares and for blocks."""
 
     def draw(*shape):
@@ -393,7 +404,7 @@ def test_what_soap_sends_where_its_state_is_not_with_its_matrices(blocks, least,
     params = {f"w{i}": draw(64, 64) for i in range(8)}
 
     def loss(params, batch):
-        return jnp.mean(sum(jnp.tanh(batch @ one) for one in params.values()) ** 2)
+        return jnp.mean(sum(jnp.tanh(batch @ entry) for entry in params.values()) ** 2)
 
     if blocks:
         params = {
@@ -408,10 +419,10 @@ def test_what_soap_sends_where_its_state_is_not_with_its_matrices(blocks, least,
     soap = so.optimizers.soap(1e-2, matrices=[("up|down|w", so.optimizers.Matrix())])
     for name in ("zero1", "fsdp"):
         sent = []
-        for tx, one in ((optax.adam(1e-2), "within"), (soap, "matrices")):
-            opt = STRATEGIES[name](tx, mesh_of(data=8), loss, opt_state=one)
+        for tx, entry in ((optax.adam(1e-2), "within"), (soap, "matrices")):
+            opt = STRATEGIES[name](tx, mesh_of(data=8), loss, opt_state=entry)
             sent.append(audit(opt.step, opt.abstract_state(params), draw(8, 64)).total_wire_bytes)
-        assert least <= sent[1] / sent[0] <= most
+        assert lower_bound <= sent[1] / sent[0] <= upper_bound
 
 
 def test_what_is_not_a_layout_is_refused(mesh_of):
@@ -435,8 +446,8 @@ def test_what_is_not_a_layout_is_refused(mesh_of):
 
 
 def test_the_report_says_who_owns_what_and_what_it_costs(mesh_of):
-    found = so.fsdp(muon(), mesh_of(data=8), MODEL, min_shard_elements=8, opt_state="matrices")
-    report = found.config.report(model_params(dtype=jnp.float32))
+    muon_opt = so.fsdp(muon(), mesh_of(data=8), MODEL, min_shard_elements=8, opt_state="matrices")
+    report = muon_opt.config.report(model_params(dtype=jnp.float32))
     assert {row.paths: (row.owners, row.state) for row in report.owners.rows} == {
         ("blocks/up",): (tuple(range(8)), True),
         ("blocks/down",): (tuple(range(8)), True),
@@ -480,7 +491,7 @@ def test_the_report_names_the_owners_of_a_pipeline(mesh_of):
 
 
 @pytest.mark.parametrize(
-    ("one", "arrays"),
+    ("optimizer_name", "arrays"),
     [
         ("muon", 2),
         # parameters as well: state is made of them
@@ -489,12 +500,12 @@ def test_the_report_names_the_owners_of_a_pipeline(mesh_of):
         pytest.param("eight_bit", 2, marks=pytest.mark.slow),
     ],
 )
-def test_gradients_go_to_owners_and_updates_come_back(one, arrays, mesh_of):
+def test_gradients_go_to_owners_and_updates_come_back(optimizer_name, arrays, mesh_of):
     """Parameters stay, although weight decay reads them."""
     tx = (
         so.transforms.eight_bit(muon(), block_size=16, min_elements=64)
-        if one == "eight_bit"
-        else OWNED[one]()
+        if optimizer_name == "eight_bit"
+        else OWNED[optimizer_name]()
     )
     opt = so.fsdp(tx, mesh_of(data=8), MODEL, min_shard_elements=8, opt_state="matrices")
     sent = opt.config.report(model_params(dtype=jnp.float32)).owners.bytes_sent
@@ -527,8 +538,11 @@ def test_blocks_that_do_not_divide_go_to_owners_one_by_one(mesh_of):
 def test_the_bytes_reported_are_those_of_the_all_to_alls(layers, name, sizes, mesh_of):
     opt = strategy(name, muon(), mesh_of(**sizes), opt_state="matrices")
     params = model_params(layers, dtype=jnp.float32)
-    found = audit(opt.step, opt.abstract_state(params), batches(1, jnp.float32)[0])
-    assert found.by_kind()["all-to-all"].wire_bytes == opt.config.report(params).owners.bytes_sent
+    traffic_report = audit(opt.step, opt.abstract_state(params), batches(1, jnp.float32)[0])
+    assert (
+        traffic_report.by_kind()["all-to-all"].wire_bytes
+        == opt.config.report(params).owners.bytes_sent
+    )
     report = opt.config.report(model_params(6, dtype=jnp.float32))
     # twelve blocks of one size: four devices have two
     assert sorted(owner for row in report.owners.rows for owner in row.owners)[:4] == [0, 0, 1, 1]
@@ -539,17 +553,17 @@ def test_the_bytes_reported_are_those_of_the_all_to_alls(layers, name, sizes, me
 @pytest.mark.slow  # rooms/checkpoint, and the report of owners below
 def test_checkpoints_go_from_any_layout_to_any_other(mesh_of, tmp_path, x64):
     params = model_params()
-    owned = strategy("fsdp", muon(), mesh_of(data=8), opt_state="matrices")
+    matrices_opt = strategy("fsdp", muon(), mesh_of(data=8), opt_state="matrices")
     within = strategy("zero1", muon(), mesh_of(data=4, tensor=2))
-    state = after(owned, params, 1)
+    state = after(matrices_opt, params, 1)
     so.save(tmp_path / "owned", state)
     moved = so.restore(tmp_path / "owned", within)
     same_bits(moved, state)
     so.save(tmp_path / "within", moved)
-    back = so.restore(tmp_path / "within", owned)
+    back = so.restore(tmp_path / "within", matrices_opt)
     same_bits(back, state)
     (batch,) = batches(1)
-    same_bits(owned.step(back, batch), owned.step(state, batch))
+    same_bits(matrices_opt.step(back, batch), matrices_opt.step(state, batch))
 
 
 FORMS = {
@@ -570,8 +584,8 @@ def test_checkpoints_of_every_form_are_restored_into_every_other(layers, bits, m
     tx = muon() if bits == 32 else so.transforms.eight_bit(muon(), block_size=16, min_elements=64)
     params = model_params(layers, jnp.float32)
     forms = {
-        name: strategy(one, tx, mesh_of(**sizes), **given)
-        for name, (one, sizes, given) in FORMS.items()
+        name: strategy(strategy_name, tx, mesh_of(**sizes), **options)
+        for name, (strategy_name, sizes, options) in FORMS.items()
     }
     state = forms["within, 8"].init(params)
     for batch in batches(2, jnp.float32):
@@ -614,12 +628,14 @@ def orthogonal():
 @pytest.mark.parametrize("name", ["zero1", "fsdp"])
 def test_newton_schulz_has_the_same_bits_on_any_number_of_devices(name, mesh_of):
     params = {"blocks": {"up": SLOPES["up"], "down": SLOPES["down"]}, "flat": SLOPES["flat"]}
-    found = []
+    updated_params = []
     for count in (1, 2, 4, 8):
         opt = STRATEGIES[name](orthogonal(), mesh_of(data=count), LINEAR, opt_state="matrices")
-        found.append(jax.device_get(opt.step(opt.init(params), jnp.ones((8, 1)))[0].params))
-    for other in found[1:]:
-        same_bits(other, found[0])
+        updated_params.append(
+            jax.device_get(opt.step(opt.init(params), jnp.ones((8, 1)))[0].params)
+        )
+    for other in updated_params[1:]:
+        same_bits(other, updated_params[0])
 
 
 def update_the_wrong_block(patch):
@@ -681,8 +697,8 @@ def test_state_within_matrices_is_noticed(mesh_of, monkeypatch):
 @pytest.mark.parametrize("layers", [8, 6])
 def test_replicas_that_train_apart_update_at_owners_too(layers, mesh_of, x64):
     params, states = model_params(layers), []
-    for one in ("matrices", "within"):
-        inner = strategy("fsdp", muon(), mesh_of(replica=2, data=4), opt_state=one)
+    for state_layout in ("matrices", "within"):
+        inner = strategy("fsdp", muon(), mesh_of(replica=2, data=4), opt_state=state_layout)
         opt = so.local_sgd(inner, sync_every=2)
         states.append(jax.device_get(after(opt, params, 3).params))
     assert relative_difference(*states) < 1e-10

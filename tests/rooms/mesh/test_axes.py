@@ -22,7 +22,7 @@ def test_all_devices_go_to_data_by_default():
 
 
 @pytest.mark.parametrize(
-    ("asked", "sizes"),
+    ("requested_sizes", "sizes"),
     [
         ({"data": -1, "tensor": 2}, (4, 1, 2)),
         ({"data": 2, "tensor": -1, "pipeline": 2}, (2, 2, 2)),
@@ -30,8 +30,8 @@ def test_all_devices_go_to_data_by_default():
         ({"data": np.int64(4), "tensor": np.int32(2)}, (4, 1, 2)),
     ],
 )
-def test_one_size_is_inferred(asked, sizes):
-    assert tuple(so.make_mesh(**asked).shape.values()) == sizes
+def test_one_size_is_inferred(requested_sizes, sizes):
+    assert tuple(so.make_mesh(**requested_sizes).shape.values()) == sizes
 
 
 def test_replica_is_outermost_and_only_there_above_one():
@@ -76,7 +76,7 @@ def test_slices_are_put_on_replica_and_data():
 
 
 @pytest.mark.parametrize(
-    ("asked", "error", "message"),
+    ("requested_sizes", "error", "message"),
     [
         (
             {"data": 3, "tensor": 2},
@@ -127,7 +127,7 @@ def test_slices_are_put_on_replica_and_data():
         ({"data": True}, TypeError, "make_mesh: data must be an integer, got True (bool)."),
     ],
 )
-def test_refusals(asked, error, message):
+def test_refusals(requested_sizes, error, message):
     with pytest.raises(error) as caught:
-        so.make_mesh(**asked)
+        so.make_mesh(**requested_sizes)
     assert str(caught.value) == message

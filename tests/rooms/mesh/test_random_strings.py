@@ -48,7 +48,7 @@ strings = (
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_mesh_takes_anything(count):
-    devices, made = jax.devices(), []
+    devices, mesh_texts = jax.devices(), []
 
     def prop(text, pipelined, replicas):
         mesh, message = outcome(
@@ -59,12 +59,12 @@ def test_mesh_takes_anything(count):
             "make_mesh",
         )
         if message is None:
-            made.append(text)
+            mesh_texts.append(text)
             assert mesh.size == len(devices) == math.prod(mesh.shape.values())
             assert mesh.shape.get("replica", 1) == (replicas or mesh.shape.get("replica", 1))
 
     fuzz(prop, strings, st.booleans(), st.none() | st.sampled_from([1, 2, 3, 8]), count=count)
-    assert any("=" in text for text in made)
+    assert any("=" in text for text in mesh_texts)
 
 
 def test_a_number_that_python_refuses_to_read_is_named_as_the_others_are():

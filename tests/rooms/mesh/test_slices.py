@@ -37,9 +37,9 @@ def torus(x, y, *, slices=1, cores=1, z=1):
     ]
 
 
-def distance(one, other, size):
+def distance(device, other, size):
     steps = [
-        min(abs(a - b), size - abs(a - b)) for a, b in zip(one.coords, other.coords, strict=True)
+        min(abs(a - b), size - abs(a - b)) for a, b in zip(device.coords, other.coords, strict=True)
     ]
     return sum(steps)
 

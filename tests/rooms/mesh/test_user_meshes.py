@@ -128,14 +128,14 @@ def test_what_comes_back_lives_on_the_users_mesh(name):
 
 def test_a_state_moves_between_a_users_mesh_and_ours(tmp_path):
     tx = optax.sgd(0.1, momentum=0.9)
-    theirs = so.fsdp(tx, so.Axes(EXPLICIT, **NAMED), loss_fn, rules=RULES, min_shard_elements=8)
+    user_opt = so.fsdp(tx, so.Axes(EXPLICIT, **NAMED), loss_fn, rules=RULES, min_shard_elements=8)
     ours = so.zero(tx, so.make_mesh(), loss_fn, stage=1, min_shard_elements=8)
-    state, _ = theirs.step(theirs.init(PARAMS), X[0])
+    state, _ = user_opt.step(user_opt.init(PARAMS), X[0])
     so.save(tmp_path / "theirs", state)
     state, _ = ours.step(so.restore(tmp_path / "theirs", ours, abstract_params=PARAMS), X[1])
     so.save(tmp_path / "ours", state)
     with jax.set_mesh(MERGED):
-        state, _ = theirs.step(so.restore(tmp_path / "ours", theirs), X[2])
+        state, _ = user_opt.step(so.restore(tmp_path / "ours", user_opt), X[2])
     _, params = train(tx, loss_fn, PARAMS, X)
     assert relative_difference(state.params, params) < 1e-5
     assert {leaf.sharding.mesh for leaf in jax.tree.leaves(state)} == {EXPLICIT}

@@ -137,10 +137,10 @@ def spec_of(path):
 
 def test_every_large_leaf_has_a_rule():
     params = jax.eval_shape(lambda key: gpt.init(gpt.config(tied=False), key), jax.random.key(0))
-    whole = [
+    replicated_paths = [
         path for path, _ in jax.tree_util.tree_leaves_with_path(params) if spec_of(path) == P()
     ]
-    assert {path[-1].key for path in whole} == {"norm"}
+    assert {path[-1].key for path in replicated_paths} == {"norm"}
 
 
 @pytest.mark.slow  # contract/test_features.py

@@ -23,28 +23,28 @@ CASES = {  # model, parameters, rules, and the leaves that stay whole
 }  # fmt: skip
 
 
-def of_decoder(config, whole):
-    return decoder, config, decoder.rules(config), whole
+def of_decoder(config, replicated_leaves):
+    return decoder, config, decoder.rules(config), replicated_leaves
 
 
 def case(name):
-    module, config, rules, whole = CASES[name]()
+    module, config, rules, replicated_leaves = CASES[name]()
     params = jax.device_get(module.init(config, jax.random.key(0)))
-    return module.model(config), params, rules, whole
+    return module.model(config), params, rules, replicated_leaves
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_tensor_does_not_divide_stays_whole_and_the_report_says_so(name, mesh_of):
-    model, params, rules, whole = case(name)
+    model, params, rules, replicated_leaves = case(name)
     opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4, tensor=2), model, rules=rules)
     opt.specs(params)
     lines = opt.config.report().whole
-    assert {line.split(" ")[0] for line in lines} <= set(whole) | {"head"}
+    assert {line.split(" ")[0] for line in lines} <= set(replicated_leaves) | {"head"}
     for line in lines:
         length = V if "33" in line else 3
         assert f"which tensor=2 does not divide; it divides {length - 1} or {length + 1}" in line
         assert line in str(opt.config.report())
-    assert {line.split(" ")[0] for line in lines} & set(whole)
+    assert {line.split(" ")[0] for line in lines} & set(replicated_leaves)
 
 
 @pytest.mark.parametrize("name", tiered(CASES, lambda name: name == "three heads of keys"))
@@ -63,13 +63,13 @@ def test_steps_are_those_of_one_device(name, mesh_of):
     for batch in batches:
         state, _ = opt.step(state, batch)
     _, expected = train(tx, loss_fn, params, batches)
-    found = jax.device_get(state.params)
-    if "router_load" in found:
+    final_params = jax.device_get(state.params)
+    if "router_load" in final_params:
         names = ("router_load", "router_bias")
-        found, expected = (
-            {k: v for k, v in tree.items() if k not in names} for tree in (found, expected)
+        final_params, expected = (
+            {k: v for k, v in tree.items() if k not in names} for tree in (final_params, expected)
         )
-    assert relative_difference(found, expected) < 1e-4
+    assert relative_difference(final_params, expected) < 1e-4
 
 
 def test_a_users_own_rule_is_refused_as_before(mesh_of):

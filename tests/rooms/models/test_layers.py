@@ -38,11 +38,13 @@ def test_rotated_products_depend_on_the_distance_only(shift):
         rotated = [np.asarray(rotate(x, positions)) for x in same]
         return np.einsum("bthk,bshk->bhts", *rotated)
 
-    here, there = products(0), products(shift)
-    np.testing.assert_allclose(here, there, atol=1e-4)
+    plain_products, shifted_products = products(0), products(shift)
+    np.testing.assert_allclose(plain_products, shifted_products, atol=1e-4)
     # a Toeplitz matrix
-    np.testing.assert_allclose(np.diagonal(here[0, 0], 1), here[0, 0, 0, 1], atol=1e-4)
-    assert abs(here[0, 0, 0, 1] - here[0, 0, 0, 4]) > 1e-2
+    np.testing.assert_allclose(
+        np.diagonal(plain_products[0, 0], 1), plain_products[0, 0, 0, 1], atol=1e-4
+    )
+    assert abs(plain_products[0, 0, 0, 1] - plain_products[0, 0, 0, 4]) > 1e-2
 
 
 def test_rotation_is_the_papers():
@@ -68,11 +70,11 @@ def test_rotation_on_tpu_swaps_halves_by_a_product_and_is_the_same(dtype, monkey
 
     plain, expected = rotated_and_back()
     monkeypatch.setattr(_rotary, "device_kind_or_default", lambda: "TPU v5")
-    traced, found = rotated_and_back()
+    traced, outputs = rotated_and_back()
     assert "dot_general" in str(traced)
     assert "dot_general" not in str(plain)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(np.float32(one), np.float32(other), rtol=1e-6, atol=1e-6)
+    for output, other in zip(outputs, expected, strict=True):
+        np.testing.assert_allclose(np.float32(output), np.float32(other), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -105,9 +107,9 @@ def test_swiglu_gates_with_the_first_of_the_two():
     weights = {"up": draw(0, 4, 2, 6), "down": draw(1, 6, 4)}
     x = draw(2, 1, 3, 4)
     gate, up = x @ weights["up"][:, 0], x @ weights["up"][:, 1]
-    found = jax.jit(mlp, static_argnums=2)(x, weights, jax.nn.silu)
+    output = jax.jit(mlp, static_argnums=2)(x, weights, jax.nn.silu)
     np.testing.assert_allclose(
-        found, (gate / (1 + np.exp(-gate)) * up) @ weights["down"], rtol=1e-4, atol=1e-5
+        output, (gate / (1 + np.exp(-gate)) * up) @ weights["down"], rtol=1e-4, atol=1e-5
     )
 
 
@@ -121,8 +123,8 @@ def test_low_precision_keeps_its_dtype_and_is_normalised_in_float32():
 
 def test_swiglu_keeps_gate_and_up_for_the_backward_pass_and_nothing_between():
     weights, x = {"up": draw(0, 8, 2, 32), "down": draw(1, 32, 8)}, draw(2, 4, 5, 8)
-    kept = jax.vjp(lambda x: mlp(x, weights, jax.nn.silu), x)[1]
-    of_hidden = [leaf for leaf in jax.tree.leaves(kept) if leaf.size == 4 * 5 * 32]
+    residuals = jax.vjp(lambda x: mlp(x, weights, jax.nn.silu), x)[1]
+    of_hidden = [leaf for leaf in jax.tree.leaves(residuals) if leaf.size == 4 * 5 * 32]
     assert len(of_hidden) == 2
 
 
@@ -140,11 +142,12 @@ def test_attention_is_that_of_jax_and_so_is_its_gradient(dtype, rtol):
         return jax.nn.dot_product_attention(*parts, is_causal=True)
 
     def compare(f, *parts):
-        for one, other in zip(
-            *(jax.tree.leaves(jax.jit(f(one))(*parts)) for one in (ours, theirs)), strict=True
+        for candidate, other in zip(
+            *(jax.tree.leaves(jax.jit(f(candidate))(*parts)) for candidate in (ours, theirs)),
+            strict=True,
         ):
-            one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
-            np.testing.assert_allclose(one, other, atol=rtol * np.abs(other).max())
+            candidate, other = np.asarray(candidate, np.float32), np.asarray(other, np.float32)
+            np.testing.assert_allclose(candidate, other, atol=rtol * np.abs(other).max())
 
     query, key, value = (draw(seed, 2, 7, 3, 8).astype(dtype) for seed in range(3))
     # scores of hundreds: the largest is taken off first

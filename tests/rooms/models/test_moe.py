@@ -43,33 +43,33 @@ def config_of(**changes):
 
 def batches(steps=2, *, weights=False):
     rng = np.random.default_rng(0)
-    found = []
+    token_batches = []
     for _ in range(steps):
         tokens = rng.integers(0, 32, (8, 9)).astype(np.int32)
-        found.append({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
+        token_batches.append({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
         if weights:
-            found[-1]["weights"] = rng.integers(0, 2, (8, 8)).astype(np.float32)
-    return found
+            token_batches[-1]["weights"] = rng.integers(0, 2, (8, 8)).astype(np.float32)
+    return token_batches
 
 
 def params_of(config):
     return host_params(moe.init, config)
 
 
-def trained(opt, config, given):
+def trained(opt, config, training_batches):
     """Return the metrics of each step and the parameters after the last."""
-    state, found = opt.init(params_of(config)), []
-    for batch in given:
+    state, history = opt.init(params_of(config)), []
+    for batch in training_batches:
         state, metrics = opt.step(state, batch)
-        found.append({name: float(value) for name, value in metrics.items()})
-    return found, state.params
+        history.append({name: float(value) for name, value in metrics.items()})
+    return history, state.params
 
 
-def on_one_device(config, given):
+def on_one_device(config, training_batches):
     opt = so.ddp(
         TX, so.make_mesh(devices=jax.devices()[:1]), moe.model(config), view="global", **LEAVES
     )
-    return trained(opt, config, given)
+    return trained(opt, config, training_batches)
 
 
 TABLE = [
@@ -156,10 +156,12 @@ def strategy(name, mesh, config, **options):
 )
 def test_trains_as_on_one_device(name, sizes, changes, options, mesh_of, x64):
     config = config_of(**changes)
-    found, params = trained(strategy(name, mesh_of(**sizes), config, **options), config, batches())
+    history, params = trained(
+        strategy(name, mesh_of(**sizes), config, **options), config, batches()
+    )
     wanted, final = on_one_device(dataclasses.replace(config, loss_chunk=None), batches())
     assert relative_difference(params, final) <= 1e-10
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(history, wanted, strict=True):
         assert a.keys() == b.keys()
         np.testing.assert_allclose(list(a.values()), list(b.values()), rtol=1e-10)
     assert np.allclose(params["router_load"].sum(axis=1), 1)
@@ -221,15 +223,15 @@ PAIRS = [  # 8 experts, float32; rows in which each pair of mesh and what is par
     [pytest.param(*row, id=f"{row_id(row[:4])}-{row[4].__name__}") for row in PAIRS],
 )
 def test_trains_as_on_one_device_in_float32(name, sizes, changes, options, start, mesh_of):
-    config, params, given = (
+    config, params, training_batches = (
         config_of(num_experts=8, param_dtype=jnp.float32, **changes),
         [],
         batches(),
     )
-    one = so.ddp(TX, so.make_mesh(devices=jax.devices()[:1]), moe.model(config), **LEAVES)
-    for opt in (strategy(name, mesh_of(**sizes), config, **options), one):
+    reference_opt = so.ddp(TX, so.make_mesh(devices=jax.devices()[:1]), moe.model(config), **LEAVES)
+    for opt in (strategy(name, mesh_of(**sizes), config, **options), reference_opt):
         state = opt.init(start(params_of(config)))
-        for batch in given:
+        for batch in training_batches:
             state, _ = opt.step(state, batch)
         params.append(state.params)
         load = state.params["router_load"]
@@ -239,12 +241,17 @@ def test_trains_as_on_one_device_in_float32(name, sizes, changes, options, start
 
 @pytest.mark.slow
 def test_a_weighted_loss_has_the_terms_for_balance_beside_it(mesh_of, x64):
-    config, given = config_of(balance="sequence_loss", z_loss=1e-3), batches(weights=True)
-    found, params = trained(strategy("fsdp", mesh_of(expert=2, data=2), config), config, given)
-    wanted, final = on_one_device(config, given)
+    config, training_batches = (
+        config_of(balance="sequence_loss", z_loss=1e-3),
+        batches(weights=True),
+    )
+    history, params = trained(
+        strategy("fsdp", mesh_of(expert=2, data=2), config), config, training_batches
+    )
+    wanted, final = on_one_device(config, training_batches)
     assert relative_difference(params, final) <= 1e-10
-    assert np.isclose(found[0]["loss"], wanted[0]["loss"], rtol=1e-10)
-    assert found[0]["loss"] > found[0]["cross_entropy"] + 1e-4
+    assert np.isclose(history[0]["loss"], wanted[0]["loss"], rtol=1e-10)
+    assert history[0]["loss"] > history[0]["cross_entropy"] + 1e-4
 
 
 def test_the_loss_for_balance_over_the_batch_is_refused_with_micro_batches(mesh_of):
@@ -309,13 +316,13 @@ def test_loads_are_balanced_by_biases_and_by_the_loss():
         opt = so.ddp(
             optax.sgd(0.1), so.make_mesh(devices=jax.devices()[:1]), moe.model(config), **LEAVES
         )
-        state, found = opt.init(params), []
+        state, imbalances = opt.init(params), []
         for _ in range(40):
             state, metrics = opt.step(state, {"tokens": tokens})
-            found.append(float(metrics["load_imbalance"]))
-        assert found[1] == 4
+            imbalances.append(float(metrics["load_imbalance"]))
+        assert imbalances[1] == 4
         # biases move by a fixed rate, so that loads swing around their mean
-        imbalance[balance] = np.mean(found[-10:])
+        imbalance[balance] = np.mean(imbalances[-10:])
     assert max(imbalance["bias"], imbalance["loss"]) < 2 < 2.4 < imbalance[None]
 
 

@@ -82,19 +82,21 @@ def test_only_the_bytes_of_the_shards_are_read(tmp_path, mesh_of, monkeypatch):
         return read(part)
 
     monkeypatch.setattr(Part, "read", counted)
-    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.abstract_params))
+    total_bytes = sum(
+        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.abstract_params)
+    )
     model.load_params(shardings_of(model, mesh_of(data=8)), progress=False)
-    assert sum(num_bytes) == whole  # each device's shard once
+    assert sum(num_bytes) == total_bytes  # each device's shard once
     num_bytes.clear()
     model.load_params(progress=False)
-    assert sum(num_bytes) == whole
+    assert sum(num_bytes) == total_bytes
     num_bytes.clear()
     mesh = mesh_of(data=8)
     model.load_params(
         jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), model.abstract_params),
         progress=False,
     )
-    assert sum(num_bytes) == whole  # copies on several devices are read once
+    assert sum(num_bytes) == total_bytes  # copies on several devices are read once
 
 
 def test_a_read_takes_only_the_runs_of_its_part(tmp_path):

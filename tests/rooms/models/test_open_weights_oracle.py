@@ -40,10 +40,10 @@ def test_transformers_reads_what_is_saved(name, tmp_path):
     out = model.save(
         tmp_path / "out", model.load_params(progress=False), max_file_bytes=20_000, progress=False
     )
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    reference_model = transformers.AutoModelForCausalLM.from_pretrained(
         out, dtype=torch.float32, attn_implementation="eager"
     )
     tokens = torch.as_tensor(oracle.TOKENS[: oracle.SHOWN, :-1])
     with torch.no_grad():
-        logits = theirs.eval()(input_ids=tokens).logits
+        logits = reference_model.eval()(input_ids=tokens).logits
     np.testing.assert_allclose(logits.numpy(), results["logits"], rtol=0, atol=1e-5)

@@ -68,7 +68,7 @@ def packed():
 
 
 def mean(parts):
-    return sum(one.total for one in parts) / sum(one.weight for one in parts)
+    return sum(part.total for part in parts) / sum(part.weight for part in parts)
 
 
 @functools.cache
@@ -78,9 +78,9 @@ def one_by_one(name):
     """
     model, init = MODELS[name]
 
-    sizes = np.array([one.size for one in DOCUMENTS])
+    sizes = np.array([document.size for document in DOCUMENTS])
     # what fills a row behind its document is seen by none of its positions, and has no weight
-    rows = np.stack([np.pad(one, (0, sizes.max() - one.size)) for one in DOCUMENTS])
+    rows = np.stack([np.pad(document, (0, sizes.max() - document.size)) for document in DOCUMENTS])
     has_target = np.arange(1, sizes.max()) < sizes[:, None]
     batch = {"tokens": rows, "weights": WEIGHTS[rows[:, :-1]] * has_target}
 
@@ -107,10 +107,10 @@ def crossed(grads):
 @pytest.mark.parametrize("name", tiered(MODELS, lambda name: name == "gpt"))
 def test_packed_rows_give_the_gradient_of_the_documents_one_by_one(name, x64):
     _, expected = one_by_one(name)
-    found = gradient(name, packed())
-    assert relative_difference(found, expected) <= 1e-10
-    assert crossed(found) == 0.0
-    assert float(np.abs(found["embedding"][:COUNTED]).min(axis=1).max()) > 0
+    gradients = gradient(name, packed())
+    assert relative_difference(gradients, expected) <= 1e-10
+    assert crossed(gradients) == 0.0
+    assert float(np.abs(gradients["embedding"][:COUNTED]).min(axis=1).max()) > 0
 
 
 @pytest.mark.parametrize("order", [pytest.param(None, marks=pytest.mark.slow), "zigzag"])
@@ -141,21 +141,21 @@ def test_packed_rows_in_natural_order_run_on_the_kernel_of_a_tpu(learned, mesh_o
     batch = next(iter(data.pack(DOCUMENTS, 128).batch(1)))
     for model, init in models:
         params = jax.eval_shape(init, jax.random.key(0))
-        for given, wanted in (
+        for inputs, wanted in (
             (batch, True),
             (so.nn.zigzag(batch, mesh_of(data=1, context=2)), False),
         ):
             with use_abstract_mesh(AbstractMesh((1,), ("data",), abstract_device=chip)):
-                traced = jax.make_jaxpr(model.loss_fn)(params, given)
+                traced = jax.make_jaxpr(model.loss_fn)(params, inputs)
             assert ("pallas_call" in {eqn.primitive.name for eqn in equations(traced)}) == wanted
 
 
 def test_without_segment_ids_gradients_cross(x64):
     batch = packed()
     del batch["segment_ids"], batch["positions"]
-    found = gradient("gpt", batch)
-    assert relative_difference(found, one_by_one("gpt")[1]) > 1e-3
-    assert crossed(found) > 1e-6
+    gradients = gradient("gpt", batch)
+    assert relative_difference(gradients, one_by_one("gpt")[1]) > 1e-3
+    assert crossed(gradients) > 1e-6
 
 
 WAYS = {
@@ -219,14 +219,14 @@ def test_marks_that_are_dropped_on_the_way_are_noticed(monkeypatch, mesh_of, x64
     zigzagged = so.nn.zigzag(packed(), mesh_of(context=2))
     with monkeypatch.context() as patch:
         patch.setattr(
-            so.nn, "attention", lambda *args, segment_ids, **others: attention(*args, **others)
+            so.nn, "attention", lambda *args, segment_ids, **keywords: attention(*args, **keywords)
         )
-        found = gradient("gpt", packed())
-        assert crossed(found) > 1e-6
-        assert relative_difference(found, expected) > 1e-3
+        gradients = gradient("gpt", packed())
+        assert crossed(gradients) > 1e-6
+        assert relative_difference(gradients, expected) > 1e-3
     with monkeypatch.context() as patch:
         patch.setattr(
-            so.nn, "attention", lambda *args, positions, **others: attention(*args, **others)
+            so.nn, "attention", lambda *args, positions, **keywords: attention(*args, **keywords)
         )
         assert relative_difference(gradient("gpt", zigzagged), expected) > 1e-3
     for name, leaf in (("gpt", "order"), ("learned", "order"), ("learned", "positions")):
@@ -243,10 +243,12 @@ def test_marks_that_are_dropped_on_the_way_are_noticed(monkeypatch, mesh_of, x64
 @pytest.mark.slow
 def test_a_packed_run_learns_as_one_of_the_same_documents_a_row_each(mesh_of):
     text = data.open_corpus().read(0, 300_000).tobytes()
-    documents = [np.frombuffer(one[:128], np.uint8) for one in text.split(b"\n\n") if one]
+    documents = [
+        np.frombuffer(document[:128], np.uint8) for document in text.split(b"\n\n") if document
+    ]
     rows = [*itertools.islice(data.pack(documents, 128).batch(8, drop_remainder=True), 150)]
-    most = max(sum(row.max() for row in batch["segment_ids"]) for batch in rows)
-    alone = [one_a_row(batch, most + most % 2) for batch in rows]
+    max_documents = max(sum(row.max() for row in batch["segment_ids"]) for batch in rows)
+    alone = [one_a_row(batch, max_documents + max_documents % 2) for batch in rows]
 
     def padding(batches):
         return np.mean([batch["segment_ids"] == 0 for batch in batches])
@@ -261,22 +263,24 @@ def test_a_packed_run_learns_as_one_of_the_same_documents_a_row_each(mesh_of):
             state, _ = opt.step(state, batch)
         return [float(opt.evaluate(state, batch)["loss"]) for batch in alone[-10:]]
 
-    found, expected = losses(rows), losses(alone)
+    packed_losses, expected = losses(rows), losses(alone)
     assert np.mean(expected) < 3
-    np.testing.assert_allclose(np.mean(found), np.mean(expected), rtol=5e-3)
+    np.testing.assert_allclose(np.mean(packed_losses), np.mean(expected), rtol=5e-3)
 
 
 def one_a_row(batch, count):
     """Return a batch with each segment in a row of its own, and empty rows up to `count`."""
-    found = {name: np.zeros((count, leaf.shape[1]), leaf.dtype) for name, leaf in batch.items()}
+    padded_rows = {
+        name: np.zeros((count, leaf.shape[1]), leaf.dtype) for name, leaf in batch.items()
+    }
     places = [
         (row, i) for row, ids in enumerate(batch["segment_ids"]) for i in range(1, ids.max() + 1)
     ]
     for new, (row, i) in enumerate(places):
         at = batch["segment_ids"][row] == i
         for name, leaf in batch.items():
-            found[name][new, : at.sum()] = leaf[row, at]
-    return found
+            padded_rows[name][new, : at.sum()] = leaf[row, at]
+    return padded_rows
 
 
 @pytest.mark.parametrize(
@@ -303,22 +307,22 @@ def test_inputs_and_targets_apart_say_the_same_as_one_more_token(name, x64):
     model, _ = MODELS[name]
     grad = jax.jit(jax.value_and_grad(lambda params, batch: mean_of(model.loss_fn(params, batch))))
     params, _ = one_by_one(name)
-    together, apart = grad(params, batch), grad(params, data.next_token(batch))
-    assert relative_difference(apart, together) <= 1e-12
-    for given in (batch, data.next_token(batch)):
+    together, split_gradients = grad(params, batch), grad(params, data.next_token(batch))
+    assert relative_difference(split_gradients, together) <= 1e-12
+    for inputs in (batch, data.next_token(batch)):
         # blocks hand on one array
-        assert len(jax.tree.leaves(jax.eval_shape(model.embed, params, given))) == 1
+        assert len(jax.tree.leaves(jax.eval_shape(model.embed, params, inputs))) == 1
 
 
 def test_shapes_of_a_batch_are_those_that_data_gives():
     shapes = functools.partial(transformer.abstract_batch, ROTARY, 4)
     window = {"tokens": np.zeros((4, 9), np.int32)}
-    found = {
+    batches_by_form = {
         "tokens": window,
         "targets": data.next_token(window),
         "packed": next(iter(data.pack(DOCUMENTS, 8).batch(4))),
     }
-    for form, batch in found.items():
+    for form, batch in batches_by_form.items():
         described = {name: (leaf.shape, leaf.dtype) for name, leaf in shapes(form=form).items()}
         assert described == {name: (leaf.shape, leaf.dtype) for name, leaf in batch.items()}
     assert shapes() == shapes(form="tokens")

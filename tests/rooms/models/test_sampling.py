@@ -83,9 +83,9 @@ def test_cached_logits_are_those_of_the_whole_sequence(name, cuts, prompt):
         )
         parts.append(part)
         start += length
-    whole = np.asarray(jax.jit(decoder.logits_of, static_argnums=0)(config, params, prompt))
-    assert np.abs(np.diff(whole, axis=1)).max() > 0.1
-    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, rtol=1e-4, atol=2e-4)
+    full_logits = np.asarray(jax.jit(decoder.logits_of, static_argnums=0)(config, params, prompt))
+    assert np.abs(np.diff(full_logits, axis=1)).max() > 0.1
+    np.testing.assert_allclose(np.concatenate(parts, axis=1), full_logits, rtol=1e-4, atol=2e-4)
 
 
 def test_greedy_tokens_are_the_likeliest_of_the_whole_sequence(params, prompt):
@@ -116,9 +116,10 @@ def test_top_k_draws_among_the_likeliest(params, prompt):
     drawn = jnp.take_along_axis(ranks[:, 9:-1], result[:, 10:, None], axis=-1)
     assert drawn.max() == 2
     assert drawn.min() == 0
-    one = sample(params, CONFIG, prompt, jax.random.key(1), num_tokens=8, top_k=1)
+    likeliest_tokens = sample(params, CONFIG, prompt, jax.random.key(1), num_tokens=8, top_k=1)
     np.testing.assert_array_equal(
-        one, sample(params, CONFIG, prompt, jax.random.key(2), num_tokens=8, temperature=0.0)
+        likeliest_tokens,
+        sample(params, CONFIG, prompt, jax.random.key(2), num_tokens=8, temperature=0.0),
     )
 
 

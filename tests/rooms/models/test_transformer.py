@@ -57,10 +57,12 @@ def test_sequence_parallel_steps_are_those_of_one_device(mesh_of, x64):
         state, _ = step(state, batch)
     _, final = train(TX, model().loss_fn, params, batches(3))
     assert relative_difference(state.params, final) <= 1e-10
-    found = audit(step).collectives
+    collectives = audit(step).collectives
     # blocks gather the positions of what they get: twice forwards, and again to differentiate
     gathers = sum(
-        one.calls for one in found if one.kind == "all-gather" and one.axes == ("tensor",)
+        collective.calls
+        for collective in collectives
+        if collective.kind == "all-gather" and collective.axes == ("tensor",)
     )
     assert gathers >= 4 * SMALL.num_layers
 
@@ -105,11 +107,11 @@ def test_halves_of_the_rows_take_turns_on_tpu(rows, view, monkeypatch, mesh_of, 
     assert relative_difference(state.params, expected) <= 1e-10
     half = f"f64[2,{SMALL.length},{SMALL.dim}]"
     gathers = [
-        one
-        for one in audit(step).collectives
-        if one.kind == "all-gather" and one.axes == ("tensor",)
+        collective
+        for collective in audit(step).collectives
+        if collective.kind == "all-gather" and collective.axes == ("tensor",)
     ]
-    of_halves = sum(one.calls * one.shapes.count(half) for one in gathers)
+    of_halves = sum(collective.calls * collective.shapes.count(half) for collective in gathers)
     assert (of_halves >= 8 * SMALL.num_layers) if rows == 8 and view is None else not of_halves
 
 
@@ -211,10 +213,10 @@ def test_a_window_as_long_as_the_row_is_none_and_blocks_choose_no_kernel():
             loss_fn(params, {"tokens": tokens}),
             "cond" in str(jax.make_jaxpr(loss_fn)(params, {"tokens": tokens})),
         )
-    whole = decoder.model(windowed(None, None)).loss_fn(params, {"tokens": tokens})
-    assert traced[8] == traced[20] == (whole, False)
+    full_loss = decoder.model(windowed(None, None)).loss_fn(params, {"tokens": tokens})
+    assert traced[8] == traced[20] == (full_loss, False)
     assert traced[7][1]
-    assert traced[7][0] != whole
+    assert traced[7][0] != full_loss
 
 
 def mean_loss(config):
@@ -247,9 +249,11 @@ def test_no_kept_product_is_computed_again_for_a_norm():
     """The gradient of a norm reads its input, so products are kept before it."""
     tokens = {"tokens": jnp.arange(18).reshape(2, 9)}
 
-    def flops(more="", **options):
+    def flops(extra_names="", **options):
         config = dataclasses.replace(windowed(None, None), **options)
-        model = decoder.model(config, remat="save:qkv,attention,attention_out,mlp_hidden" + more)
+        model = decoder.model(
+            config, remat="save:qkv,attention,attention_out,mlp_hidden" + extra_names
+        )
         params = decoder.init(config, jax.random.key(0))
         return inner_product_flops(jax.jit(jax.grad(model.loss_fn)).lower(params, tokens).compile())
 

@@ -64,8 +64,10 @@ WAYS = {
 )
 def test_values(way, implementation):
     args, how = drawn(), WAYS[way]
-    found = jax.jit(functools.partial(so.nn.attention, **how, implementation=implementation))(*args)
-    np.testing.assert_allclose(found, expected(*args, **how), atol=2e-5)
+    output = jax.jit(functools.partial(so.nn.attention, **how, implementation=implementation))(
+        *args
+    )
+    np.testing.assert_allclose(output, expected(*args, **how), atol=2e-5)
 
 
 @pytest.mark.parametrize("way", tiered(["causal", "packed"], lambda way: way == "packed"))
@@ -75,10 +77,11 @@ def test_gradients_of_splash_are_those_of_xla(way):
     def loss(args, implementation):
         return jnp.sum(jnp.sin(so.nn.attention(*args, **WAYS[way], implementation=implementation)))
 
-    found, wanted = (
-        jax.jit(jax.grad(loss), static_argnums=1)(args, one) for one in ("splash", "xla")
+    gradients, wanted = (
+        jax.jit(jax.grad(loss), static_argnums=1)(args, kernel_name)
+        for kernel_name in ("splash", "xla")
     )
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(gradients, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=5e-5)
 
 
@@ -190,8 +193,8 @@ def test_a_soft_cap_has_the_gradients_of_plain_softmax_in_tiles_too():
     for positions in (None, np.arange(40)):
         capped = functools.partial(so.nn.attention, softcap=cap, scale=scale, positions=positions)
         gradients = jax.jit(jax.grad(sines(capped), argnums=(0, 1, 2)))(query, key, value)
-        for ours, theirs in zip(gradients, expected_gradients, strict=True):
-            np.testing.assert_allclose(ours, theirs, atol=2e-5)
+        for ours, expected_gradient in zip(gradients, expected_gradients, strict=True):
+            np.testing.assert_allclose(ours, expected_gradient, atol=2e-5)
 
 
 def test_sinks_are_keys_with_values_of_zeros():

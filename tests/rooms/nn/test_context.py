@@ -96,8 +96,8 @@ def test_in_the_global_view(method, x64):
     """
     mesh, batch = mesh_of(data=2, context=2, tensor=2), drawn(rows=4)
     run = jax.jit(so.mesh.on_mesh(mesh, functools.partial(results, method=method)))
-    found = run(jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data"))))
-    for a, b in zip(found, on_one_device(batch, True, None), strict=True):
+    outputs = run(jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data"))))
+    for a, b in zip(outputs, on_one_device(batch, True, None), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-10)
 
 
@@ -121,10 +121,10 @@ def test_in_a_branch_that_one_stage_takes(method, x64):
         mine = jax.lax.cond(jax.lax.axis_index("pipeline") == 1, run, nothing, batch)
         return jax.tree.map(lambda x: jax.lax.psum(x, "pipeline"), mine)
 
-    found = jax.jit(
+    outputs = jax.jit(
         jax.shard_map(one_stage, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     )(batch)
-    for a, b in zip(found, on_one_device(batch, True, None), strict=True):
+    for a, b in zip(outputs, on_one_device(batch, True, None), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-10)
 
 
@@ -219,8 +219,8 @@ def test_sinks_a_soft_cap_and_a_factor_are_those_of_a_longer_softmax(sizes, how,
             *qkv_sinks[:3], sinks=qkv_sinks[3], softcap=cap, scale=SCALE, **how
         )
     )
-    spec, whole = PartitionSpec("data", "context"), PartitionSpec()
-    specs = spec, spec, spec, whole
+    spec, replicated_spec = PartitionSpec("data", "context"), PartitionSpec()
+    specs = spec, spec, spec, replicated_spec
     if view == "per device":
         local = run
 
@@ -232,7 +232,11 @@ def test_sinks_a_soft_cap_and_a_factor_are_those_of_a_longer_softmax(sizes, how,
             )
 
         run = jax.shard_map(
-            run, mesh=mesh, in_specs=(spec, specs), out_specs=(whole, specs), check_vma=False
+            run,
+            mesh=mesh,
+            in_specs=(spec, specs),
+            out_specs=(replicated_spec, specs),
+            check_vma=False,
         )
         with jax.enable_x64(not splash):  # jax's kernel does not run with it
             ours = jax.jit(run)(batch["weight"], args)
@@ -246,9 +250,9 @@ def test_sinks_a_soft_cap_and_a_factor_are_those_of_a_longer_softmax(sizes, how,
             ours = jax.jit(so.mesh.on_mesh(mesh, run))(*sharded)
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda x: np.asarray(x, np.float64), (batch["weight"], args))
-        theirs = sinks_on_one_device(*exact, cap, groups)
-    assert np.abs(theirs[1][3]).min() > 1e-3
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        expected_outputs = sinks_on_one_device(*exact, cap, groups)
+    assert np.abs(expected_outputs[1][3]).min() > 1e-3
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected_outputs), strict=True):
         np.testing.assert_allclose(a, b, atol=3e-4 if splash else 1e-10)
 
 
@@ -352,8 +356,8 @@ def test_positions_on_one_device():
     """What stands in another order attends as it would in its own."""
     batch, take = drawn(dtype=np.float32), np.random.default_rng(1).permutation(32)
     moved = jax.tree.map(lambda x: x[:, take], batch) | {"order": take[None].repeat(2, axis=0)}
-    found = jax.jit(functools.partial(results, window=9))(moved)
-    for a, b in zip(found, on_one_device(batch, True, 9), strict=True):
+    outputs = jax.jit(functools.partial(results, window=9))(moved)
+    for a, b in zip(outputs, on_one_device(batch, True, 9), strict=True):
         np.testing.assert_allclose(a, np.asarray(b)[:, take], atol=2e-5)
 
 

@@ -44,7 +44,7 @@ def between_start_and_done(text):
     stands between its start and done.
     """
     assert "is_scheduled=true" in text[:2000]
-    found = []
+    permutes = []
     for body in re.split(r"\n}\n", text):
         at, lines = {}, body.splitlines()
         for i, line in enumerate(lines):
@@ -53,10 +53,11 @@ def between_start_and_done(text):
             if done := re.search(r" collective-permute-done\(%?([\w.-]+)", line):
                 inner = lines[at[done[1]] + 1 : i]
                 heavy = sum(
-                    bool(re.search(r" (while|custom-call|conditional)\(", one)) for one in inner
+                    bool(re.search(r" (while|custom-call|conditional)\(", inner_line))
+                    for inner_line in inner
                 )
-                found += [("transpose(" in line, heavy)] if "while/body" in line else []
-    return found
+                permutes += [("transpose(" in line, heavy)] if "while/body" in line else []
+    return permutes
 
 
 @pytest.mark.parametrize("topology", ["v5p:4x4x4", "v6e:4x4"])
@@ -70,7 +71,7 @@ def test_hops_run_beside_products(topology, implementation):
     tiles_wait = implementation == "xla" and jax.__version_info__ >= (0, 11)
     assert all(heavy for backward, heavy in permutes if not (backward and tiles_wait))
     audit = so.hlo.audit(text, mesh={"data": 8 if "v5p" in topology else 2, "context": 8})
-    assert all(one.asynchronous for one in audit.collectives)
+    assert all(collective.asynchronous for collective in audit.collectives)
     keys = 2 * 4096 * 8 * 128 * 2
     assert audit.total_wire_bytes == 7 * keys * (1 + 1 + 2)
 

@@ -52,17 +52,17 @@ def formula(method, C, G, hops=None, dtype=4):
 def test_bytes_on_the_wire(method, C, G, how):
     how = dict(how)
     wanted = 2 * formula(method, C, G, how.pop("hops", None))
-    found = so.hlo.audit(two_layers(method, C, G, **how), mesh=mesh_of(context=C))
-    assert found.total_wire_bytes == wanted
+    report = so.hlo.audit(two_layers(method, C, G, **how), mesh=mesh_of(context=C))
+    assert report.total_wire_bytes == wanted
     kinds = {
         "ring": {"collective-permute"},
         "all_gather": {"all-gather", "reduce-scatter"},
         "all_to_all": {"all-to-all"} | ({"collective-permute"} if C > G else set()),
     }
-    assert set(found.by_kind()) == kinds[method]
+    assert set(report.by_kind()) == kinds[method]
     if method == "ring":
         # hops are a loop: as many instructions on any number of devices
-        assert len(found.collectives) <= 16
+        assert len(report.collectives) <= 16
 
 
 def two_layers(method, C, G, **how):
@@ -86,11 +86,11 @@ def two_layers(method, C, G, **how):
     return jax.jit(step).lower(layers).compile()
 
 
-def block(given, x):
+def block(weights, x):
     """A layer: projections, attention, projection."""
-    query, key, value = (jnp.einsum("btd,dhk->bthk", x[0], w) for w in given[:3])
+    query, key, value = (jnp.einsum("btd,dhk->bthk", x[0], w) for w in weights[:3])
     mixed = so.nn.attention(query, key, value, method="ring")
-    return [x[0] + jnp.einsum("bthk,hkd->btd", mixed, given[3])]
+    return [x[0] + jnp.einsum("bthk,hkd->btd", mixed, weights[3])]
 
 
 def on_context(f, *args):
@@ -114,8 +114,8 @@ def weights_and_x():
     return [rng.normal(size=shape) / 4 for shape in shapes], rng.normal(size=(B, T, 6))
 
 
-def passes_at_once(given, x):
-    y, vjp = jax.vjp(lambda given, x: block(given, [x])[0], given, x)
+def passes_at_once(weights, x):
+    y, vjp = jax.vjp(lambda weights, x: block(weights, [x])[0], weights, x)
     dw, dx = vjp(y)
     return dx, [w[None] for w in dw]
 
@@ -125,40 +125,42 @@ def test_the_backward_pass_can_be_split(x64):
     """As zero-bubble schedules do: the weight gradient later, of residuals that are this device's
     alone.
     """
-    given, x = weights_and_x()
+    weights, x = weights_and_x()
     sizes = []
 
-    def split(given, x):
-        passes = split_backward(block, given, [x], trained=range(4))
-        y, kept = passes.forward(given, [x])
-        (dx,), deferred = passes.backward(given, kept, y)
+    def split(weights, x):
+        passes = split_backward(block, weights, [x], trained=range(4))
+        y, residuals = passes.forward(weights, [x])
+        (dx,), deferred = passes.backward(weights, residuals, y)
         sizes.extend(leaf.size for leaf in [*passes.residuals, *passes.deferred])
         return dx, [
             w[None]
-            for w in passes.weight(given, [kept[i] for i in passes.weight_residuals], deferred)
+            for w in passes.weight(
+                weights, [residuals[i] for i in passes.weight_residuals], deferred
+            )
         ]
 
-    found, wanted = (
-        jax.jit(on_context(split))(given, x),
-        jax.jit(on_context(passes_at_once))(given, x),
+    split_gradients, wanted = (
+        jax.jit(on_context(split))(weights, x),
+        jax.jit(on_context(passes_at_once))(weights, x),
     )
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    for a, b in zip(jax.tree.leaves(split_gradients), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-10)
     assert max(sizes) <= B * T // 4 * H * K
 
 
 def test_a_ring_that_is_kept_by_name_does_not_run_again():
-    given, x = weights_and_x()
+    weights, x = weights_and_x()
 
     def permutes(policy):
-        kept = jax.checkpoint(block, policy=policy)
+        checkpointed_block = jax.checkpoint(block, policy=policy)
 
-        def f(given, x):
-            _, vjp = jax.vjp(lambda given, x: kept(given, [x])[0], given, x)
+        def f(weights, x):
+            _, vjp = jax.vjp(lambda weights, x: checkpointed_block(weights, [x])[0], weights, x)
             dw, dx = vjp(x)
             return dx, [w[None] for w in dw]
 
-        return str(jax.make_jaxpr(jax.jit(on_context(f)))(given, x)).count("ppermute[")
+        return str(jax.make_jaxpr(jax.jit(on_context(f)))(weights, x)).count("ppermute[")
 
     policies = jax.checkpoint_policies
     named, without = (
@@ -175,10 +177,10 @@ def test_a_ring_that_is_kept_by_name_does_not_run_again():
 def test_replicas_that_train_apart(x64):
     """`local_sgd` maps a step over replicas: every ring stays in its own."""
     mesh, batch = mesh_of(data=2, context=4), drawn(rows=2)
-    one = functools.partial(results, method="ring")
+    replica_results = functools.partial(results, method="ring")
     spec = PartitionSpec(None, "context")
     step = jax.shard_map(
-        one,
+        replica_results,
         mesh=mesh,
         in_specs=spec,
         out_specs=spec,
@@ -186,10 +188,10 @@ def test_replicas_that_train_apart(x64):
         check_vma=False,
     )
     stacked = jax.tree.map(lambda leaf: np.stack([leaf, 2 * leaf]), batch)
-    found = jax.jit(jax.vmap(step, spmd_axis_name="data"))(stacked)
+    outputs = jax.jit(jax.vmap(step, spmd_axis_name="data"))(stacked)
     for i in range(2):
         wanted = jax.jit(functools.partial(results, implementation="xla"))(
             jax.tree.map(operator.itemgetter(i), stacked)
         )
-        for a, b in zip(found, wanted, strict=True):
+        for a, b in zip(outputs, wanted, strict=True):
             np.testing.assert_allclose(a[i], b, atol=1e-9)

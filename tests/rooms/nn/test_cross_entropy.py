@@ -37,9 +37,9 @@ def minus_log_probability(logits):
 
 @pytest.mark.parametrize("chunk", tiered([None, 1, 7, 8, 24, 100], lambda chunk: chunk in (7, 100)))
 def test_it_is_minus_the_log_probability_of_the_target(chunk):
-    found, losses = gradients(X, HEAD, chunk)
+    chunk_gradients, losses = gradients(X, HEAD, chunk)
     np.testing.assert_allclose(losses, minus_log_probability(X @ HEAD.T), rtol=1e-5, atol=1e-5)
-    for a, b in zip(found, gradients(X, HEAD, None)[0], strict=True):
+    for a, b in zip(chunk_gradients, gradients(X, HEAD, None)[0], strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
@@ -59,17 +59,19 @@ def test_logits_of_one_chunk_are_held():
 def test_logits_are_rounded_where_that_is_asked_for(chunk):
     logits = X @ HEAD.T
     run = functools.partial(so.nn.cross_entropy, chunk=chunk, logits_dtype=jnp.bfloat16)
-    found = jax.jit(run)(X, HEAD, TARGETS)
-    assert found.dtype == jnp.float32
+    losses = jax.jit(run)(X, HEAD, TARGETS)
+    assert losses.dtype == jnp.float32
     np.testing.assert_allclose(
-        found, minus_log_probability(logits.astype(jnp.bfloat16)), rtol=1e-5, atol=1e-5
+        losses, minus_log_probability(logits.astype(jnp.bfloat16)), rtol=1e-5, atol=1e-5
     )
-    assert np.abs(found - minus_log_probability(logits)).max() > 1e-3
+    assert np.abs(losses - minus_log_probability(logits)).max() > 1e-3
 
 
 def test_of_what_is_as_large_as_logits_only_rounded_ones_are_kept():
-    _, kept = jax.vjp(lambda x: so.nn.cross_entropy(x, HEAD, TARGETS, logits_dtype=jnp.bfloat16), X)
-    assert [x.dtype for x in jax.tree.leaves(kept) if x.size == B * T * V] == [jnp.bfloat16]
+    _, residuals = jax.vjp(
+        lambda x: so.nn.cross_entropy(x, HEAD, TARGETS, logits_dtype=jnp.bfloat16), X
+    )
+    assert [x.dtype for x in jax.tree.leaves(residuals) if x.size == B * T * V] == [jnp.bfloat16]
 
 
 def test_refusals():

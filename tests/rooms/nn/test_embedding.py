@@ -109,10 +109,10 @@ def test_rows_travel_where_they_are_fewer_bytes(options, mesh_of):
     rows = jnp.bfloat16 if options else jnp.float32
     opt = fsdp(mesh_of(data=n), **options)
     few, many = ROWS, 512
-    found = {}
+    audits = {}
     for count in (few, many):
         batch = batches_of(1, count)[0]
-        found[count] = sent(
+        audits[count] = sent(
             opt, {"ids": batch["ids"].astype(np.int32), "y": batch["y"].astype(rows)}
         )
     ids = few // n * LENGTH
@@ -123,12 +123,12 @@ def test_rows_travel_where_they_are_fewer_bytes(options, mesh_of):
         Expected("all-gather", "data", int(gathered) + (2 * blocks + DIM) * itemsize),
         Expected("reduce-scatter", "data", (blocks + DIM) * 4),
     ]
-    found[few].check(exchange, min_bytes=16)
+    audits[few].check(exchange, min_bytes=16)
     gather = [
         Expected("all-gather", "data", (VOCAB * DIM + 2 * blocks + DIM) * itemsize),
         Expected("reduce-scatter", "data", (VOCAB * DIM + blocks + DIM) * 4),
     ]
-    found[many].check(gather, min_bytes=16)
+    audits[many].check(gather, min_bytes=16)
     assert (
         exchanged
         < VOCAB * DIM * (itemsize + 4)
@@ -233,11 +233,11 @@ def test_gradients_are_those_of_indexing(with_atomics, dtype, shape):
         return in_table[..., None] * table[jnp.where(in_table, ids, 0)]
 
     (expected,) = jax.vjp(by_indexing, jnp.zeros((50, 16)))[1](grad.astype(jnp.float32))
-    (found,) = jax.vjp(lambda table: so.nn.embedding(table, ids), jnp.zeros((50, 16), dtype))[1](
-        grad
-    )
+    (table_gradient,) = jax.vjp(
+        lambda table: so.nn.embedding(table, ids), jnp.zeros((50, 16), dtype)
+    )[1](grad)
     assert np.abs(expected).max() > 0 or shape == ()
-    np.testing.assert_allclose(found, expected.astype(dtype), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(table_gradient, expected.astype(dtype), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(300,), (300, 4), (300, 2, 3)], ids=str)
@@ -285,8 +285,8 @@ def test_gradients_of_rows_that_were_not_read_are_dropped_if_they_are_nan(with_a
 def test_tangents_are_rows_of_the_tangent(with_atomics):
     table, ids = jnp.ones((3, 2), jnp.bfloat16), jnp.array([2, 0, 2, -4])
     tangent = jnp.arange(6, dtype=jnp.bfloat16).reshape(3, 2)
-    _, found = jax.jvp(lambda table: so.nn.embedding(table, ids), (table,), (tangent,))
-    np.testing.assert_array_equal(found.astype(float), [[4, 5], [0, 1], [4, 5], [0, 0]])
+    _, row_tangents = jax.jvp(lambda table: so.nn.embedding(table, ids), (table,), (tangent,))
+    np.testing.assert_array_equal(row_tangents.astype(float), [[4, 5], [0, 1], [4, 5], [0, 0]])
 
 
 def test_gradients_are_summed_over_devices_where_jax_tracks_what_varies(with_atomics, mesh_of):

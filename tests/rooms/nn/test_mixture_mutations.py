@@ -97,5 +97,5 @@ def test_it_is_noticed(broken, x64, monkeypatch):
     wanted = on_one_device(args, top_k=2)
     if broken is not None:
         broken(monkeypatch)
-    found = program(mesh_of(expert=4), args, top_k=2)(args)
-    assert (difference(found, wanted) > 1e-3) == (broken is not None)
+    outcome = program(mesh_of(expert=4), args, top_k=2)(args)
+    assert (difference(outcome, wanted) > 1e-3) == (broken is not None)

@@ -38,8 +38,8 @@ def without(how, *names):
 @pytest.mark.parametrize("name", tiered(WAYS, lambda name: name == "sigmoid"))
 def test_equals_tokens_one_by_one(name, x64):
     how, args = WAYS[name], drawn(gated=name != "one", shared=name in ("sigmoid", "all"))
-    found = one_device(args, **how)
-    assert difference(found, on_one_device(args, **without(how, "chunk"))) <= 1e-10
+    outcome = one_device(args, **how)
+    assert difference(outcome, on_one_device(args, **without(how, "chunk"))) <= 1e-10
 
 
 @pytest.mark.slow  # test_equals_tokens_one_by_one, without ties
@@ -47,12 +47,12 @@ def test_ties_and_an_expert_without_tokens(x64):
     args = drawn()
     # all scores equal: the first two experts of each token
     args["router"] = np.tile(args["router"][:, :1], 8)
-    found = one_device(args, top_k=2)
-    assert difference(found, on_one_device(args, top_k=2)) <= 1e-10
-    load = found[0][1].load
+    outcome = one_device(args, top_k=2)
+    assert difference(outcome, on_one_device(args, top_k=2)) <= 1e-10
+    load = outcome[0][1].load
     assert np.all(load[:, 0] == 0.5)
     assert np.all(load[:, 2:] == 0)
-    assert not np.any(found[1]["weights"]["up"][2:])
+    assert not np.any(outcome[1]["weights"]["up"][2:])
 
 
 @pytest.mark.parametrize(
@@ -71,28 +71,28 @@ def test_equals_one_device_over_an_expert_axis(name, sizes, travels, x64):
     how, args = WAYS[name], drawn(shared=name == "sigmoid")
     if sizes.get("expert") == 4:
         args["router"][:, 5] = -100  # nobody goes to expert 5
-    found = program(expert_mesh(**sizes), args, travels=travels, **how)(args)
+    outcome = program(expert_mesh(**sizes), args, travels=travels, **how)(args)
     wanted = on_one_device(args, **without(how, "chunk"))
-    assert difference(found, wanted) <= 1e-10
+    assert difference(outcome, wanted) <= 1e-10
 
 
 @pytest.mark.slow  # losses/test_global_view.py
 def test_whole_arrays_under_the_partitioner_give_the_same(x64):
     mesh, args = expert_mesh(data=2, expert=2, tensor=2), drawn()
     with jax.set_mesh(mesh):
-        found = one_device(args, top_k=2, chunk=7)
-    assert difference(found, on_one_device(args, top_k=2)) <= 1e-10
+        outcome = one_device(args, top_k=2, chunk=7)
+    assert difference(outcome, on_one_device(args, top_k=2)) <= 1e-10
 
 
 def test_half_precision_is_near_and_router_in_float32():
     args = drawn(width=16, hidden=8, dtype=np.float32)
     half = {name: leaf if name == "router" else jax.tree.map(lambda a: a.astype(jnp.bfloat16), leaf)
             for name, leaf in args.items()}  # fmt: skip
-    found = program(expert_mesh(expert=2), half, top_k=2)(half)
-    assert found[0][0].dtype == jnp.bfloat16
-    assert found[0][1].load.dtype == jnp.float32
+    outcome = program(expert_mesh(expert=2), half, top_k=2)(half)
+    assert outcome[0][0].dtype == jnp.bfloat16
+    assert outcome[0][1].load.dtype == jnp.float32
     wanted = on_one_device(jax.tree.map(lambda a: a.astype(jnp.float32), half), top_k=2)
-    assert 1e-4 < difference(found, wanted) < 0.05
+    assert 1e-4 < difference(outcome, wanted) < 0.05
 
 
 def loss_of_rows(params, batch):
@@ -186,6 +186,8 @@ def test_a_loss_is_shown_to_be_a_mean_over_positions(mesh_of, x64):
 )  # fmt: skip
 def test_what_cannot_be_is_refused(change, kind, message):
     args = drawn()
-    given = {name: args[name] for name in ("weights", "x", "router")} | change
+    arguments = {name: args[name] for name in ("weights", "x", "router")} | change
     with pytest.raises(kind, match=f"^{re.escape('mixture_of_experts: ' + message)}$"):
-        so.nn.mixture_of_experts(given.pop("weights"), given.pop("x"), given.pop("router"), **given)
+        so.nn.mixture_of_experts(
+            arguments.pop("weights"), arguments.pop("x"), arguments.pop("router"), **arguments
+        )

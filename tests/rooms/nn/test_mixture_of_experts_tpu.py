@@ -64,23 +64,23 @@ def test_flops_are_those_of_the_experts_that_tokens_go_through(topology):
 @pytest.mark.parametrize("topology", ["v5p:2x2x2", "v6e:2x4"])
 def test_four_ragged_exchanges_of_rows_and_two_of_weights(topology):
     program, mesh = compiled(topology, 4)
-    found = [
-        one
-        for one in so.hlo.audit(program.as_text(), mesh=mesh).collectives
-        if one.kind == "ragged-all-to-all"
+    exchanges = [
+        collective
+        for collective in so.hlo.audit(program.as_text(), mesh=mesh).collectives
+        if collective.kind == "ragged-all-to-all"
     ]
-    assert all(one.axes == ("expert",) for one in found)
+    assert all(collective.axes == ("expert",) for collective in exchanges)
     buffer = 4 * min(TOP_K, EXPERTS // 4) * LENGTH  # rows that may come
     lanes = 128 * 4  # a weight travels as a row of its own
     stated = 2 * [buffer * WIDTH * 2, ROWS * WIDTH * 2] + [buffer * lanes, ROWS * lanes]
-    assert sorted(one.bytes for one in found) == sorted(stated)
+    assert sorted(collective.bytes for collective in exchanges) == sorted(stated)
 
 
 def test_chunks_bound_what_is_received():
-    whole, part = (
+    unchunked_memory, part = (
         compiled("v6e:2x4", 4, chunk=chunk)[0].memory_analysis() for chunk in (None, LENGTH // 8)
     )
-    assert part.temp_size_in_bytes < whole.temp_size_in_bytes / 2
+    assert part.temp_size_in_bytes < unchunked_memory.temp_size_in_bytes / 2
 
 
 def test_tiles_are_no_larger_than_groups():
@@ -113,4 +113,7 @@ def test_what_a_step_does_not_hold():
     assert not re.search(r"= bf16\[3,\S+ convert\(", entry)
     # the gradient of what blocks give waits for that of the head, scattered
     barriers = re.findall(r"optimization_barrier .*: (.*)", lowered[0])
-    assert any("tensor<128x512xf32>" in one and "tensor<1x512x512xbf16>" in one for one in barriers)
+    assert any(
+        "tensor<128x512xf32>" in barrier and "tensor<1x512x512xbf16>" in barrier
+        for barrier in barriers
+    )

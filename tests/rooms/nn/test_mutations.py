@@ -68,7 +68,7 @@ def heads_of_the_neighbour(patch):
     break_function(
         patch,
         attention.ring_attention,
-        lambda ring, q, k, v, *others: right(ring, q, k[:, :, ::-1], v, *others),
+        lambda ring, q, k, v, *arguments: right(ring, q, k[:, :, ::-1], v, *arguments),
     )
 
 

@@ -50,9 +50,9 @@ def test_the_kernel_adds_the_gradient_of_the_stream(dtype, tolerance, monkeypatc
         return pull((grad, norm_grad))
 
     wide = jax.jit(gradients)(*(array.astype(jnp.float32) for array in (x, scale, *grads)))
-    found = kernels.gradient_of_norm(x, scale, 1e-2, *grads)
-    assert found[0].dtype == found[1].dtype == dtype
-    for a, b in zip(found, wide, strict=True):
+    kernel_grads = kernels.gradient_of_norm(x, scale, 1e-2, *grads)
+    assert kernel_grads[0].dtype == kernel_grads[1].dtype == dtype
+    for a, b in zip(kernel_grads, wide, strict=True):
         assert relative_difference(a.astype(jnp.float32), b) < tolerance
 
 
@@ -86,9 +86,9 @@ def test_a_factor_less_one_is_added_and_multiplied_in_float32(on_tpu):
     wide = x.astype(jnp.float32)
     exact = (_norm.rms_norm(wide, 1 + weight.astype(jnp.float32), 1e-5)).astype(jnp.bfloat16)
     _, by_kernel = _norm.norm_of_stream(x, weight, 1e-5, plus_one=True)
-    for found in by_kernel, _norm.rms_norm_plus_one(x, weight, 1e-5):
-        assert found.dtype == jnp.bfloat16
-        assert jnp.mean(found == exact) > 0.99
+    for output in by_kernel, _norm.rms_norm_plus_one(x, weight, 1e-5):
+        assert output.dtype == jnp.bfloat16
+        assert jnp.mean(output == exact) > 0.99
     rounded_twice = _norm.rms_norm(x, 1 + weight, 1e-5)
     assert jnp.mean(rounded_twice == exact) < 0.9
     assert (
@@ -183,10 +183,10 @@ def test_shards_of_positions_have_the_kernel(length, on_tpu, mesh_of):
     with_kernel = jax.value_and_grad(each, argnums=(0, 1))
     with jax.set_mesh(mesh):
         assert (ON_TPU in str(jax.make_jaxpr(with_kernel)(x, scale))) == (length == 256)
-        found = jax.jit(with_kernel)(x, scale)
+        kernel_output = jax.jit(with_kernel)(x, scale)
     with under_mesh(mesh):  # the kernel does not take arrays that are not local
         expected = jax.jit(plain)(x, scale)
-    assert relative_difference(found, expected) < 1e-5
+    assert relative_difference(kernel_output, expected) < 1e-5
 
 
 def test_steps_with_the_kernel_are_those_of_one_device_without_it(monkeypatch, mesh_of):

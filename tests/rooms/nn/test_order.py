@@ -17,8 +17,10 @@ def test_each_device_counts_from_its_first_position():
         lambda: so.nn.positions(3), mesh=mesh, in_specs=(), out_specs=spec, check_vma=False
     )
     np.testing.assert_array_equal(jax.jit(inside)(), np.arange(12))
-    whole = jax.jit(so.mesh.on_mesh(mesh, lambda: so.nn.positions(12)))  # the global view
-    np.testing.assert_array_equal(whole(), np.arange(12))
+    global_positions = jax.jit(
+        so.mesh.on_mesh(mesh, lambda: so.nn.positions(12))
+    )  # the global view
+    np.testing.assert_array_equal(global_positions(), np.arange(12))
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,10 @@ MODELS = {
 def test_norms_and_biases_of_models_are_not_decayed(name):
     params = jax.eval_shape(MODELS[name])
     mask = dict(leaves_with_paths(so.optimizers.decay_mask(params)))
-    kept = {path for path, is_decayed in mask.items() if not is_decayed}
-    assert {path for path in mask if "norm" in path or path.endswith("bias")} <= kept
+    undecayed_paths = {path for path, is_decayed in mask.items() if not is_decayed}
+    assert {path for path in mask if "norm" in path or path.endswith("bias")} <= undecayed_paths
     assert {path for path in mask if path.endswith(("up", "down", "out", "embedding"))}.isdisjoint(
-        kept
+        undecayed_paths
     )
 
 

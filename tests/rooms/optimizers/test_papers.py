@@ -44,11 +44,13 @@ def test_bases_of_soap_become_eigenvectors(x64):
     mixing = draw(6, 6, seed=1)
     grads = jnp.asarray(np.einsum("ij,tjk->tik", mixing, draw(400, 6, 4)))
     _, state = run(so.optimizers.soap(1.0, b2=0.99, interval=5), grads)
-    found = state.inner_states["matrices"].inner_state[0]
-    inside = found.left_basis.T @ found.left @ found.left_basis
+    soap_state = state.inner_states["matrices"].inner_state[0]
+    inside = soap_state.left_basis.T @ soap_state.left @ soap_state.left_basis
     scale = jnp.sqrt(jnp.outer(jnp.diag(inside), jnp.diag(inside)))
     assert jnp.abs(inside / scale - jnp.eye(6)).max() < 0.2
-    outside = found.left / jnp.sqrt(jnp.outer(jnp.diag(found.left), jnp.diag(found.left)))
+    outside = soap_state.left / jnp.sqrt(
+        jnp.outer(jnp.diag(soap_state.left), jnp.diag(soap_state.left))
+    )
     assert jnp.abs(outside - jnp.eye(6)).max() > 0.5  # the matrix itself is far from diagonal
 
 
@@ -76,30 +78,37 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", tiered(OPTIMIZERS, lambda name: name == "muon"))
 def test_each_matrix_of_a_leaf_is_on_its_own_and_what_is_none_goes_to_adamw(name, x64):
     grads = {leaf: draw(5, *shape) for leaf, (shape, *_) in LEAVES.items()}
-    others = {"norm": draw(5, 2, 4), "scale": draw(5)}
+    adamw_grads = {"norm": draw(5, 2, 4), "scale": draw(5)}
     rules = [*RULES, ("^norm$", None)]
-    updates, state = run(OPTIMIZERS[name](matrices=rules), grads | others)
+    updates, state = run(OPTIMIZERS[name](matrices=rules), grads | adamw_grads)
     updates = jax.device_get(updates)
-    apart = {
+    matrix_grads = {
         leaf: [np.stack(g) for g in zip(*map(LEAVES[leaf][2], x), strict=True)]
         for leaf, x in grads.items()
     }
-    expected, _ = run(OPTIMIZERS[name](), apart)
+    expected, _ = run(OPTIMIZERS[name](), matrix_grads)
     for leaf, matrices in expected.items():
-        found = [np.stack(g) for g in zip(*map(LEAVES[leaf][2], updates[leaf]), strict=True)]
-        for a, b in zip(found, matrices, strict=True):
+        stacked_updates = [
+            np.stack(g) for g in zip(*map(LEAVES[leaf][2], updates[leaf]), strict=True)
+        ]
+        for a, b in zip(stacked_updates, matrices, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-9, err_msg=leaf)
     adam = {"soap": (0.95, 0.95, 1e-6), "muon": (0.9, 0.999, 1e-8)}[name]
-    plain_adam, _ = run(optax.adamw(0.1, *adam, weight_decay=0.0, nesterov=name == "muon"), others)
-    for leaf in others:
+    plain_adam, _ = run(
+        optax.adamw(0.1, *adam, weight_decay=0.0, nesterov=name == "muon"), adamw_grads
+    )
+    for leaf in adamw_grads:
         np.testing.assert_allclose(updates[leaf], plain_adam[leaf], atol=1e-12)
     if name != "muon":
-        kept = state.inner_states["matrices"].inner_state[0]
-        assert kept.nu["fused"].shape == (2, 4, 3, 2, 3)
-        assert (kept.left["fused"].shape, kept.right["fused"].shape) == ((2, 3, 4, 4), (2, 3, 6, 6))
-        assert kept.left["long"] is None
-        assert kept.right["long"].shape == (4, 4)
-        assert kept.left["convolution"] is None
+        matrix_state = state.inner_states["matrices"].inner_state[0]
+        assert matrix_state.nu["fused"].shape == (2, 4, 3, 2, 3)
+        assert (matrix_state.left["fused"].shape, matrix_state.right["fused"].shape) == (
+            (2, 3, 4, 4),
+            (2, 3, 6, 6),
+        )
+        assert matrix_state.left["long"] is None
+        assert matrix_state.right["long"].shape == (4, 4)
+        assert matrix_state.left["convolution"] is None
 
 
 def test_hyperparameters_can_be_injected_and_halves_are_kept_in_floats():
@@ -120,8 +129,8 @@ def test_hyperparameters_can_be_injected_and_halves_are_kept_in_floats():
             atol=1e-4,
         )
     assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
-    kept = state.inner_state.inner_states["matrices"].inner_state[0]
-    assert {x.dtype for x in jax.tree.leaves(kept)} == {
+    matrix_state = state.inner_state.inner_states["matrices"].inner_state[0]
+    assert {x.dtype for x in jax.tree.leaves(matrix_state)} == {
         jnp.dtype(jnp.float32),
         jnp.dtype(jnp.int32),
     }

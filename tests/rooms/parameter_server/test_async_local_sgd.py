@@ -60,16 +60,16 @@ def test_replay_with_deaths_and_late_joiners(
     """Island 1 is waited for at rounds 1 and 6 of island 0: version 1, and 6 to 9."""
     first = steps[0] if isinstance(steps, list) else steps
     data = waiting_for_joins(regression.batches_of(2), {1: [first, 6 * first]})
-    made = islands(regression.loss_fn)
+    strategies = islands(regression.loss_fn)
     opt = so.parameter_server.async_local_sgd(
-        made, outer=optax.sgd(0.5), local_steps=steps, max_staleness=max_staleness, rule=rule
+        strategies, outer=optax.sgd(0.5), local_steps=steps, max_staleness=max_staleness, rule=rule
     )
     path, availability = tmp_path / "log.jsonl", {1: [(1, 4), (6, float("inf"))]}
     result = opt.run(
         regression.params, data, num_updates=10, availability=availability, log_path=path
     )
     assert (result.metrics["updates"], result.metrics["stopped"]) == (10, "completed")
-    assert [one.kind for one in result.log if one.worker == 1].count("join") == 2
+    assert [event.kind for event in result.log if event.worker == 1].count("join") == 2
     assert (
         result.metrics["history"]["loss"].shape
         == result.metrics["history"]["grad_norm"].shape
@@ -104,8 +104,8 @@ def test_a_loss_with_rng_is_replayed_too(regression):
 
 def test_islands_learn_and_keep_their_optimizer_state(regression):
     """The second round of adam goes on with its moments: its first step is not that of a fresh one."""
-    made = islands(regression.loss_fn, optax.adam(0.05), count=1)
-    opt = so.parameter_server.async_local_sgd(made, outer=optax.sgd(1.0), local_steps=4)
+    strategies = islands(regression.loss_fn, optax.adam(0.05), count=1)
+    opt = so.parameter_server.async_local_sgd(strategies, outer=optax.sgd(1.0), local_steps=4)
     result = opt.run(regression.params, regression.batches_of(1), num_updates=5)
     alone = islands(regression.loss_fn, optax.adam(0.05), count=1)[0]
     state = alone.init(regression.params)
@@ -135,14 +135,14 @@ def test_what_is_not_finite_is_named(regression, message_of):
     opt = so.parameter_server.async_local_sgd(
         islands(regression.loss_fn), local_steps=3, max_staleness=1
     )
-    found = message_of(
+    message = message_of(
         so.parameter_server.NonFiniteUpdateError,
         opt.run,
         regression.params,
         batches_of,
         num_updates=100,
     )
-    assert found.startswith(
+    assert message.startswith(
         "parameter_server: the push of worker 1 at its step 1 was refused:\n  loss: not finite"
     )
 
@@ -157,11 +157,11 @@ def test_new_values_of_frozen_leaves_are_refused(message_of):
         islands(loss_fn, rules=[("count", "frozen")], make=so.ddp), local_steps=1
     )
     params = {"w": jnp.ones(()), "count": jnp.zeros(())}
-    found = message_of(
+    message = message_of(
         ValueError, opt.run, params, lambda worker: [np.ones(4, np.float32)] * 9, num_updates=2
     )
     assert (
-        found
+        message
         == "async_local_sgd: loss_fn returns so.losses.Updated, for which islands have no common value.\n"
         "  count\nFix: train such leaves with ddp, zero, fsdp or diloco."
     )
@@ -233,7 +233,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name, regression, message_of):
     change, error, message = REFUSED[name]
-    made = islands(regression.loss_fn)
-    options = {"strategies": made, "local_steps": 2} | change(made)
+    island_list = islands(regression.loss_fn)
+    options = {"strategies": island_list, "local_steps": 2} | change(island_list)
     strategies = options.pop("strategies")
     assert message_of(error, so.parameter_server.async_local_sgd, strategies, **options) == message

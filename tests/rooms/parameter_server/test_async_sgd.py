@@ -28,13 +28,15 @@ def ddp(tx, loss_fn, params, batches, data, rng=None):
 def test_on_threads(optimizer, weighted, odd, x64):
     case, batches_of = odd(weighted)
     tx = OPTIMIZERS[optimizer]()
-    here = jax.devices()[:1] * WORKERS  # one program for all
-    opt = so.async_sgd(tx, case.loss_fn, workers=here)
+    devices = jax.devices()[:1] * WORKERS  # one program for all
+    opt = so.async_sgd(tx, case.loss_fn, workers=devices)
     result = opt.run(case.params, batches_of(WORKERS), num_updates=len(case.batches))
     expected, losses = ddp(tx, case.loss_fn, case.params, case.batches, WORKERS)
     assert relative_difference(result.params, expected) <= 1e-12
     np.testing.assert_allclose(
-        result.metrics["history"]["loss"], [one["loss"] for one in losses], rtol=1e-12
+        result.metrics["history"]["loss"],
+        [step_metrics["loss"] for step_metrics in losses],
+        rtol=1e-12,
     )
     assert result.metrics["stopped"] == "completed"
     assert (
@@ -91,10 +93,10 @@ def test_a_loss_with_rng_draws_what_ddp_draws(x64):
     result = opt.run(params, cut, num_updates=4, rng=key)
     assert relative_difference(result.params, expected) <= 1e-12
     np.testing.assert_allclose(
-        result.metrics["history"]["noise"], [one["noise"] for one in metrics], rtol=1e-12
+        result.metrics["history"]["noise"], [row["noise"] for row in metrics], rtol=1e-12
     )
-    again = opt.replay(result.log, params, cut)
-    np.testing.assert_array_equal(again["w"], result.params["w"])
+    replayed_params = opt.replay(result.log, params, cut)
+    np.testing.assert_array_equal(replayed_params["w"], result.params["w"])
 
 
 def test_unequal_batches_are_one_union_batch(x64):
@@ -150,16 +152,18 @@ def test_random_keys_among_the_parameters_are_refused(message_of):
         " step, and leave keys out of the parameters (so.interop.nnx does both for an nnx module)."
     )
     opt = so.async_sgd(optax.sgd(0.1), loss_fn, workers=2)
-    found = message_of(ValueError, opt.run, params, lambda worker: [np.ones((2, 3))], num_updates=1)
-    assert found == message.format("async_sgd")
+    error_text = message_of(
+        ValueError, opt.run, params, lambda worker: [np.ones((2, 3))], num_updates=1
+    )
+    assert error_text == message.format("async_sgd")
     real = {
         "tx": optax.sgd(0.1),
         "loss_fn": loss_fn,
         "params": params,
         "batches_of": lambda worker: [np.ones((2, 3))],
     }
-    found = message_of(ValueError, so.parameter_server.simulate, 2, num_updates=1, **real)
-    assert found == message.format("simulate")
+    error_text = message_of(ValueError, so.parameter_server.simulate, 2, num_updates=1, **real)
+    assert error_text == message.format("simulate")
 
 
 RULES = {

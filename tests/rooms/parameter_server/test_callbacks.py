@@ -33,9 +33,9 @@ def failing(batches_of, worker_and_step):
 
 
 def optimizer(regression, max_staleness, rule=None, workers=3):
-    tx, here = optax.adam(0.05), jax.devices()[:1] * workers  # one program for all
+    tx, devices = optax.adam(0.05), jax.devices()[:1] * workers  # one program for all
     return so.async_sgd(
-        tx, regression.loss_fn, workers=here, max_staleness=max_staleness, rule=rule
+        tx, regression.loss_fn, workers=devices, max_staleness=max_staleness, rule=rule
     )
 
 
@@ -58,16 +58,16 @@ def test_a_run_that_breaks_off_goes_on(max_staleness, regression, tmp_path):
         assert checkpoints.steps()[-1] == total
     assert result.metrics["resumed_from"] == latest >= 4
     assert (result.metrics["stopped"], result.metrics["updates"]) == ("completed", total)
-    kinds = [(one.kind, one.version) for one in result.log if one.kind == "resume"]
+    kinds = [(event.kind, event.version) for event in result.log if event.kind == "resume"]
     assert kinds == [("resume", latest)] * 3
     assert result.metrics["history"]["loss"].shape == (total,)
-    assert (np.diff([one.time for one in result.log]) >= 0).all()
+    assert (np.diff([event.time for event in result.log]) >= 0).all()
     same_bits(opt.replay(result.log, regression.params, batches_of), result.params)
     if max_staleness == 0:
-        whole = opt.run(regression.params, batches_of, num_updates=total)
-        same_bits(result.params, whole.params)
+        unbroken_run = opt.run(regression.params, batches_of, num_updates=total)
+        same_bits(result.params, unbroken_run.params)
         np.testing.assert_array_equal(
-            result.metrics["history"]["loss"], whole.metrics["history"]["loss"]
+            result.metrics["history"]["loss"], unbroken_run.metrics["history"]["loss"]
         )
 
 
@@ -75,7 +75,7 @@ def test_a_run_that_breaks_off_goes_on(max_staleness, regression, tmp_path):
 def test_data_from_its_beginning_would_be_noticed(regression, tmp_path, monkeypatch):
     """The comparison above can fail: a resumed run that reads its data again ends elsewhere."""
     batches_of, opt = regression.batches_of(3), optimizer(regression, 0)
-    whole = opt.run(regression.params, batches_of, num_updates=10)
+    unbroken_run = opt.run(regression.params, batches_of, num_updates=10)
     begin = compute.Streams.begin
     monkeypatch.setattr(
         compute.Streams, "begin", lambda self, worker, position: begin(self, worker, 0)
@@ -85,7 +85,7 @@ def test_data_from_its_beginning_would_be_noticed(regression, tmp_path, monkeypa
             result = opt.run(
                 regression.params, batches_of, num_updates=total, checkpoints=checkpoints
             )
-    assert np.abs(result.params["w"] - whole.params["w"]).max() > 1e-4
+    assert np.abs(result.params["w"] - unbroken_run.params["w"]).max() > 1e-4
 
 
 @pytest.mark.slow  # test_a_run_that_breaks_off_goes_on resumes, test_replay.py has who leaves
@@ -104,8 +104,8 @@ def test_a_finished_run_is_made_longer_by_other_workers(regression, tmp_path):
         logs.append(result.log)
         assert result.metrics["updates"] == total
     assert checkpoints.steps() == [5, 6, 10, 12, 15, 18]
-    assert {one.worker for one in logs[1]} == {0, 1, 2, 3}
-    assert [one.worker for one in logs[2] if one.kind == "leave"] == [2, 3]
+    assert {event.worker for event in logs[1]} == {0, 1, 2, 3}
+    assert [event.worker for event in logs[2] if event.kind == "leave"] == [2, 3]
     same_bits(
         optimizer(regression, 1, workers=4).replay(
             logs[2], regression.params, regression.batches_of(4)
@@ -120,15 +120,15 @@ def test_a_run_that_is_complete_is_not_touched(regression, tmp_path):
         first = opt.run(
             regression.params, regression.batches_of(3), num_updates=5, checkpoints=checkpoints
         )
-        again = opt.run(
+        rerun = opt.run(
             regression.params,
             lambda worker: seen.append(worker),
             num_updates=5,
             checkpoints=checkpoints,
         )
     assert not seen
-    same_bits(again.params, first.params)
-    assert list(again.log) == list(first.log)
+    same_bits(rerun.params, first.params)
+    assert list(rerun.log) == list(first.log)
 
 
 @pytest.mark.slow  # test_a_run_that_breaks_off_goes_on, by the same code
@@ -158,7 +158,7 @@ def test_a_checkpoint_is_one_like_any_other(regression, tmp_path):
         optimizer(regression, 1).run(
             regression.params, regression.batches_of(3), num_updates=8, checkpoints=checkpoints
         )
-    names = sorted(one.name for one in tmp_path.iterdir())
+    names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [".lock", "4", "8"]
     record = json.loads((tmp_path / "8" / "shardopt.json").read_text())
     assert {"params/w", "params/b", "step"} <= set(record["leaves"])
@@ -225,7 +225,7 @@ def test_early_stopping_watches_the_evaluation(max_staleness, regression):
     metrics = result.metrics
     assert metrics["stopped"] == "early"
     assert metrics["best"] == {"step": 10, "val_loss": 1.0}
-    assert [one["step"] for one in metrics["evaluations"]][:4] == [5, 10, 15, 20]
+    assert [evaluation["step"] for evaluation in metrics["evaluations"]][:4] == [5, 10, 15, 20]
     assert metrics["evaluations"][1]["loss"] == pytest.approx(
         metrics["history"]["loss"][5:10].mean(), rel=1e-6
     )

@@ -131,21 +131,21 @@ def test_deaths_at_any_time_leave_nobody_waiting_for_ever(max_staleness, incarna
     result = so.parameter_server.simulate(
         workers, max_staleness=max_staleness, num_updates=60, seed=seed
     )
-    here = Counter()
+    presence = Counter()
     for event in result.log:
-        here[event.worker] += {"join": 1, "leave": -1}.get(event.kind, 0)
+        presence[event.worker] += {"join": 1, "leave": -1}.get(event.kind, 0)
         assert max_staleness is None or event.staleness <= max_staleness
     if any(for_good for *_, for_good in incarnations):
         assert result.metrics["stopped"] == "completed"
     if result.metrics["stopped"] == "exhausted":
-        assert not any(here.values())
+        assert not any(presence.values())
     else:
         assert result.metrics["updates"] == 60
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 8])
-@pytest.mark.parametrize("others", [1, 3])
-def test_the_bound_on_versions_is_reached(max_staleness, others):
+@pytest.mark.parametrize("num_others", [1, 3])
+def test_the_bound_on_versions_is_reached(max_staleness, num_others):
     """Others are as far behind as can be at the pull, and as far ahead as can be at the push."""
     server = timing_server(max_staleness)
     state = server.init(None)
@@ -154,17 +154,17 @@ def test_the_bound_on_versions_is_reached(max_staleness, others):
         state, pulled = server.pull(state, worker)
         return server.push(state, worker, None, pulled.version)[0]
 
-    for worker in range(others + 1):
+    for worker in range(num_others + 1):
         state, _ = server.join(state, worker)
     for _ in range(max_staleness):
         state = go(state, 0)
     state, pulled = server.pull(state, 0)
     for _ in range(2 * max_staleness + 1):
-        for worker in range(1, others + 1):
+        for worker in range(1, num_others + 1):
             state = go(state, worker)
-    assert not any(server.may_pull(state, worker) for worker in range(1, others + 1))
+    assert not any(server.may_pull(state, worker) for worker in range(1, num_others + 1))
     state, pushed = server.push(state, 0, None, pulled.version)
-    assert pushed.delay == others * (2 * max_staleness + 1)
+    assert pushed.delay == num_others * (2 * max_staleness + 1)
 
 
 def test_a_newcomer_gets_the_slowest_clock_and_nobody_gets_a_step_twice():
@@ -190,6 +190,6 @@ def test_leaving_lets_others_go_on():
 
 def test_a_clock_is_a_value():
     clock = clocks.join(clocks.make_clock(1), 0)
-    kept = (dict(clock.steps), clock.slowest)
+    snapshot = (dict(clock.steps), clock.slowest)
     clocks.tick(clock, 0), clocks.join(clock, 1), clocks.leave(clock, 0)
-    assert (dict(clock.steps), clock.slowest) == kept
+    assert (dict(clock.steps), clock.slowest) == snapshot

@@ -62,7 +62,7 @@ def mean_of_means(patch):
     average = apply._average
 
     def unweighted(pushed, rows):
-        own = [
+        mean_pushes = [
             (
                 jax.tree.map(lambda g, weight=loss.weight: g / weight, grads),
                 Weighted(loss.total / loss.weight, 1.0 + 0 * loss.weight),
@@ -70,7 +70,7 @@ def mean_of_means(patch):
             )
             for grads, loss, aux in pushed
         ]
-        return average(own, 0 * rows + 1)
+        return average(mean_pushes, 0 * rows + 1)
 
     break_function(patch, apply._average, unweighted)
 
@@ -100,7 +100,7 @@ def difference_from_ddp(odd):
         case, batches_of = odd(weighted=True, steps=3)
         tx = optax.sgd(0.05, momentum=0.9)
         speeds = [SimulatedWorker(seconds) for seconds in (3.0, 2.0, 1.0, 4.0)]
-        found = simulate(
+        simulation = simulate(
             speeds,
             num_updates=3,
             tx=tx,
@@ -113,7 +113,7 @@ def difference_from_ddp(odd):
         for batch in case.batches:
             state, _ = opt.step(state, batch)
         pairs = zip(
-            jax.tree.leaves(found.params),
+            jax.tree.leaves(simulation.params),
             jax.tree.leaves(jax.device_get(state.params)),
             strict=True,
         )
@@ -133,7 +133,7 @@ def same_bits_in_any_order():
 
     def final(speeds):
         result = simulate(
-            [SimulatedWorker(one) for one in speeds],
+            [SimulatedWorker(speed) for speed in speeds],
             num_updates=3,
             tx=optax.sgd(0.1),
             loss_fn=lambda params, batch: jnp.mean(batch @ params["w"]),
@@ -171,11 +171,11 @@ def test_a_newcomer_at_zero_is_noticed():
     state = server.make_server(None, max_staleness=1)
     with pytest.MonkeyPatch.context() as patch:
         let_newcomers_start_at_zero(patch)
-        one, _ = state.join(state.init(None), 0)
+        server_state, _ = state.join(state.init(None), 0)
         for _ in range(3):
-            one, pulled = state.pull(one, 0)
-            one, _ = state.push(one, 0, None, pulled.version)
-        _, event = state.join(one, 1)
+            server_state, pulled = state.pull(server_state, 0)
+            server_state, _ = state.push(server_state, 0, None, pulled.version)
+        _, event = state.join(server_state, 1)
     assert event != Event("join", 1, 3, 3, 3)
 
 

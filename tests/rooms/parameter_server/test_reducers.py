@@ -46,10 +46,15 @@ def train(
     nonfinite="raise",
     **options,
 ):
-    here = jax.devices()[:1] * workers  # one program for all
+    devices = jax.devices()[:1] * workers  # one program for all
     tx = optax.sgd(0.02)
     opt = so.async_sgd(
-        tx, loss_fn, workers=here, max_staleness=max_staleness, reducer=reducer, nonfinite=nonfinite
+        tx,
+        loss_fn,
+        workers=devices,
+        max_staleness=max_staleness,
+        reducer=reducer,
+        nonfinite=nonfinite,
     )
     return opt, opt.run(start(), data, num_updates=num_updates, **options)
 
@@ -220,12 +225,19 @@ def test_refusals(message_of):
 
 def test_the_simulator_sends_messages_of_that_size():
     worker = so.parameter_server.SimulatedWorker(step_seconds=1.0, latency=0.25, bandwidth=16.0)
-    given = {"tx": optax.sgd(0.02), "loss_fn": loss_fn, "params": start(), "batches_of": batches_of}
-    found = so.parameter_server.simulate(
-        [worker], max_staleness=1, num_updates=3, reducer=INT8, **given
+    options = {
+        "tx": optax.sgd(0.02),
+        "loss_fn": loss_fn,
+        "params": start(),
+        "batches_of": batches_of,
+    }
+    simulation = so.parameter_server.simulate(
+        [worker], max_staleness=1, num_updates=3, reducer=INT8, **options
     )
     pull, push = 4 * (96 + 8), R.compressor(INT8).nbytes(start())
-    assert found.metrics["seconds"] == pytest.approx(3 * (1.0 + 2 * 0.25 + (pull + push) / 16.0))
-    assert found.metrics["push_bytes"] == 3 * push
+    assert simulation.metrics["seconds"] == pytest.approx(
+        3 * (1.0 + 2 * 0.25 + (pull + push) / 16.0)
+    )
+    assert simulation.metrics["push_bytes"] == 3 * push
     opt = so.async_sgd(optax.sgd(0.02), loss_fn, workers=1, max_staleness=1, reducer=INT8)
-    same_bits(opt.replay(found.log, start(), batches_of), found.params)
+    same_bits(opt.replay(simulation.log, start(), batches_of), simulation.params)

@@ -37,14 +37,14 @@ RULES = {
 )
 def test_threads(rule, max_staleness, regression, tmp_path):
     tx = optax.adam(0.05)
-    here = jax.devices()[:1] * 3  # one program for all
+    devices = jax.devices()[:1] * 3  # one program for all
     opt = so.async_sgd(
-        tx, regression.loss_fn, workers=here, max_staleness=max_staleness, rule=RULES[rule]
+        tx, regression.loss_fn, workers=devices, max_staleness=max_staleness, rule=RULES[rule]
     )
     path = tmp_path / "logs" / "run.jsonl"
     result = opt.run(regression.params, regression.batches_of(3), num_updates=20, log_path=path)
-    again = opt.replay(Log.load(path), regression.params, regression.batches_of(3))
-    same_bits(again, result.params)
+    replayed_params = opt.replay(Log.load(path), regression.params, regression.batches_of(3))
+    same_bits(replayed_params, result.params)
 
 
 @pytest.mark.parametrize("max_staleness", tiered([0, 1, None], lambda bound: bound is None))
@@ -58,9 +58,9 @@ def test_threads_with_deaths_and_late_joiners(max_staleness, regression, waiting
     data = waiting_for_joins(regression.batches_of(4), {2: [9], 3: [0, 9, 14]})
     result = opt.run(regression.params, data, num_updates=50, availability=availability)
     events = list(result.log)
-    assert [one.worker for one in events if one.kind == "leave"].count(3) == 2
-    assert [one.worker for one in events if one.kind == "join"].count(3) == 3
-    assert next(one.version for one in events if (one.kind, one.worker) == ("join", 2)) >= 5
+    assert [event.worker for event in events if event.kind == "leave"].count(3) == 2
+    assert [event.worker for event in events if event.kind == "join"].count(3) == 3
+    assert next(event.version for event in events if (event.kind, event.worker) == ("join", 2)) >= 5
     assert result.metrics["updates"] == 50
     same_bits(opt.replay(result.log, regression.params, regression.batches_of(4)), result.params)
 
@@ -76,8 +76,8 @@ def test_threads_with_random_kills(seed, regression):
         times = [float(time) for time in sorted(draw.choice(60, size=4, replace=False))]
         availability[worker] = [(times[0], times[1]), (times[2], times[3])]
     tx = optax.sgd(0.02, momentum=0.9)
-    here = jax.devices()[:1] * 4  # one program for all
-    opt = so.async_sgd(tx, regression.loss_fn, workers=here, max_staleness=seed % 3)
+    devices = jax.devices()[:1] * 4  # one program for all
+    opt = so.async_sgd(tx, regression.loss_fn, workers=devices, max_staleness=seed % 3)
     result = opt.run(
         regression.params, regression.batches_of(4), num_updates=60, availability=availability
     )
@@ -111,16 +111,16 @@ def test_skipped_updates_are_skipped_again(regression):
     )
     result = opt.run(regression.params, batches_of, num_updates=20)
     assert result.metrics["refused"] >= 2
-    assert {one.worker for one in result.log if one.kind == "refuse"} == {1}
+    assert {event.worker for event in result.log if event.kind == "refuse"} == {1}
     assert np.isfinite(result.metrics["history"]["loss"]).all()
     same_bits(opt.replay(result.log, regression.params, batches_of), result.params)
 
 
 def opt_of(regression, tx, *, workers=3, max_staleness=1, **options):
     """Return an optimizer that can replay a simulation."""
-    here = jax.devices()[:1] * workers
+    devices = jax.devices()[:1] * workers
     return so.async_sgd(
-        tx, regression.loss_fn, workers=here, max_staleness=max_staleness, **options
+        tx, regression.loss_fn, workers=devices, max_staleness=max_staleness, **options
     )
 
 
@@ -208,15 +208,15 @@ def test_what_is_not_the_run_is_noticed(simulate_really, regression, message_of)
 
 def test_other_refusals(regression, message_of):
     opt = opt_of(regression, optax.sgd(0.1), workers=1)
-    rest = (regression.params, regression.batches_of(1))
+    run_args = (regression.params, regression.batches_of(1))
     assert (
-        message_of(TypeError, opt.replay, [], *rest)
+        message_of(TypeError, opt.replay, [], *run_args)
         == "replay: log must be a parameter_server.Log, got list.\n"
         "Fix: pass result.log, or parameter_server.Log.load(path)."
     )
     assert (
         message_of(
-            ValueError, opt.replay, so.parameter_server.simulate(2, num_updates=3).log, *rest
+            ValueError, opt.replay, so.parameter_server.simulate(2, num_updates=3).log, *run_args
         )
         == "replay: this is the log of a simulation of time only.\n"
         "Fix: give simulate an optimizer, a loss, parameters and data."
@@ -244,7 +244,7 @@ def test_a_log_is_saved_and_loaded(tmp_path):
     loaded = Log.load(path)
     assert loaded == result.log
     assert list(loaded) == list(result.log)
-    assert [one.name for one in tmp_path.iterdir()] == ["log.jsonl"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["log.jsonl"]
     assert path.stat().st_size / len(loaded) < 70
     loaded.append(Event("leave", 0, 0, 0, 0))
     assert loaded != result.log

@@ -108,17 +108,17 @@ def test_delayed_nesterov_over_whole_rounds_is_nesterov_on_the_mean(x64):
     draw = np.random.default_rng(0)
     tx, nesterov = optax.sgd(LR), optax.sgd(LR, momentum=BETA, nesterov=True)
     rule = rules.delayed_nesterov(EVERY, BETA)
-    w = found = {"w": jnp.asarray(draw.normal(size=3))}
+    w = params = {"w": jnp.asarray(draw.normal(size=3))}
     expected, state, opt_state, memory = w, tx.init(w), nesterov.init(w), rule.init(w)
     for _ in range(5):
         g = {"w": jnp.asarray(draw.normal(size=3))}
         for _ in range(EVERY):
-            step, memory = rule.gradient(g, memory, params=found, pulled=found, delay=0)
+            step, memory = rule.gradient(g, memory, params=params, pulled=params, delay=0)
             updates, state = tx.update(step, state)
-            found = optax.apply_updates(found, updates)
+            params = optax.apply_updates(params, updates)
         updates, opt_state = nesterov.update(g, opt_state)
         expected = optax.apply_updates(expected, updates)
-        np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-12)
+        np.testing.assert_allclose(params["w"], expected["w"], rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", CASES)

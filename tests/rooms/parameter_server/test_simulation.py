@@ -90,7 +90,9 @@ def test_waiting_is_accounted():
     assert result.metrics["wait_seconds"] == {0: 15.0, 1: 0.0}
     assert result.metrics["step_seconds"] == {0: 5.0, 1: 20.0}
     stretches = [
-        (one.doing, one.start, one.end) for one in result.log.timeline() if one.worker == 0
+        (stretch.doing, stretch.start, stretch.end)
+        for stretch in result.log.timeline()
+        if stretch.worker == 0
     ]
     assert stretches[:4] == [
         ("step", 0.0, 1.0),
@@ -109,9 +111,9 @@ def test_the_time_of_every_worker_adds_up():
     ]
     result = simulate(workers, max_staleness=1, until=100.0, seed=4)
     seconds = dict.fromkeys(range(5), 0.0)
-    for one in result.log.timeline():
-        assert one.start < one.end
-        seconds[one.worker] += one.end - one.start
+    for stretch in result.log.timeline():
+        assert stretch.start < stretch.end
+        seconds[stretch.worker] += stretch.end - stretch.start
     for worker in range(5):
         expected = 60.0 + worker / 2 + result.metrics["seconds"] - 70.0
         assert seconds[worker] == pytest.approx(expected)
@@ -135,14 +137,14 @@ def test_the_dead_are_forgotten_and_late_joiners_catch_up():
     result = simulate(workers, num_updates=10)
     events = list(result.log)
     pushes = {
-        worker: [one.clock for one in events if (one.kind, one.worker) == ("push", worker)]
+        worker: [event.clock for event in events if (event.kind, event.worker) == ("push", worker)]
         for worker in range(3)
     }
     assert pushes[0] == list(range(10))
     assert pushes[1] == [0, 1]
     assert pushes[2] == list(range(5, 10))
     # 2 s of two, 0.5 s lost with the half step of worker 1, which holds up nobody beyond its death
-    assert [one.time for one in events if one.kind == "leave"] == [2.5]
+    assert [event.time for event in events if event.kind == "leave"] == [2.5]
     assert result.metrics["seconds"] == pytest.approx(10.25)
 
 
@@ -183,7 +185,7 @@ def test_all_die_and_come_back():
     workers = [SimulatedWorker(availability=((0.0, 2.5), (4.0, INF)))] * 3
     result = simulate(workers, num_updates=5)
     assert result.metrics["seconds"] == 7.0
-    assert [one.clock for one in result.log if one.kind == "join"] == [0, 0, 0, 2, 2, 2]
+    assert [event.clock for event in result.log if event.kind == "join"] == [0, 0, 0, 2, 2, 2]
 
 
 @pytest.mark.parametrize("max_staleness", tiered([0, 2, None], lambda bound: bound == 2))
@@ -193,9 +195,9 @@ def test_the_mathematics_is_real(max_staleness, simulate_really, regression):
     assert losses.shape == (60,)
     assert losses[-5:].mean() < 0.5 * losses[:5].mean()
     opt = so.async_sgd(optax.adam(0.05), regression.loss_fn, workers=3, max_staleness=max_staleness)
-    again = opt.replay(result.log, regression.params, regression.batches_of(3))
+    replayed_params = opt.replay(result.log, regression.params, regression.batches_of(3))
     for name, leaf in result.params.items():
-        np.testing.assert_array_equal(again[name], leaf)
+        np.testing.assert_array_equal(replayed_params[name], leaf)
 
 
 def test_time_with_and_without_mathematics_is_the_same(simulate_really):
@@ -325,19 +327,21 @@ def test_islands_that_come_and_go(count):
 
     A push is as late as there are rounds on the way.
     """
-    draw, there, away, horizon, skipped = np.random.default_rng(0), 60.0, 20.0, 1500.0, 100.0
+    draw, mean_stay, away, horizon, skipped = np.random.default_rng(0), 60.0, 20.0, 1500.0, 100.0
     rounds, workers = draw.uniform(5.0, 25.0, count), []
     for seconds in rounds:
-        now, periods = draw.exponential(away) * (draw.random() < away / (there + away)), []
+        now, periods = draw.exponential(away) * (draw.random() < away / (mean_stay + away)), []
         while now < horizon:
-            periods.append((now, now + draw.exponential(there)))
+            periods.append((now, now + draw.exponential(mean_stay)))
             now = periods[-1][1] + draw.exponential(away)
         latency = 0.5 - 5e3 / 1e4 / 2  # half of the second that both messages take
         workers.append(SimulatedWorker(seconds - 1.0, latency, 2e4, periods))
     log = simulate(workers, max_staleness=None, until=horizon, message_bytes=5e3).log
-    pushes = [one for one in log if one.kind == "push" and one.time > skipped]
-    rates = 1 / ((there + away) * np.expm1(rounds / there))
+    pushes = [event for event in log if event.kind == "push" and event.time > skipped]
+    rates = 1 / ((mean_stay + away) * np.expm1(rounds / mean_stay))
     assert len(pushes) / (horizon - skipped) == pytest.approx(rates.sum(), rel=0.03)
-    assert np.mean([one.delay for one in pushes]) == pytest.approx((rates * rounds).sum(), rel=0.03)
-    lost = sum(one.kind == "pull" for one in log) / sum(one.kind == "push" for one in log)
+    assert np.mean([event.delay for event in pushes]) == pytest.approx(
+        (rates * rounds).sum(), rel=0.03
+    )
+    lost = sum(event.kind == "pull" for event in log) / sum(event.kind == "push" for event in log)
     assert lost > 1.05  # the deaths cost something

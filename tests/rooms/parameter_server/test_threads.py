@@ -137,8 +137,8 @@ def test_10_000_pushes_with_random_stalls(max_staleness):
     assert result.metrics["pushes"] == 10_000
     assert max(result.metrics["staleness"]) == max_staleness
     opt = so.async_sgd(optax.sgd(0.01), mean, workers=HERE * 4, max_staleness=max_staleness)
-    again = opt.replay(result.log, PARAMS, batches_of)
-    np.testing.assert_array_equal(again["w"], result.params["w"])
+    replayed_params = opt.replay(result.log, PARAMS, batches_of)
+    np.testing.assert_array_equal(replayed_params["w"], result.params["w"])
 
 
 def test_it_stops_at_exactly_so_many_updates():
@@ -194,7 +194,7 @@ def test_a_loss_that_raises_in_one_worker_ends_the_run_with_its_traceback(tmp_pa
     assert "in batches_of" in "".join(traceback.format_exception(caught.value))
     log = Log.load(path)
     assert log.header["final"] is None
-    assert [one.clock for one in log if (one.kind, one.worker) == ("push", 1)] == [0, 1, 2]
+    assert [event.clock for event in log if (event.kind, event.worker) == ("push", 1)] == [0, 1, 2]
 
 
 def test_a_loss_that_cannot_be_traced_too():
@@ -287,7 +287,7 @@ def test_a_run_whose_workers_are_all_dead_ends_whoever_was_to_join_later():
     result = run(availability=availability, max_staleness=None, num_updates=100)
     assert result.metrics["stopped"] == "exhausted"
     assert 3 <= result.metrics["updates"] <= 4
-    assert {one.worker for one in result.log} == {0, 1}
+    assert {event.worker for event in result.log} == {0, 1}
 
 
 def test_everyone_dead_and_a_joiner_due():
@@ -306,7 +306,7 @@ def test_workers_compute_on_their_own_devices_in_the_precision_of_the_caller(x64
 
     def watch(update, device):
         gradient = update.grads["w"]
-        seen.add((gradient.dtype, *(one.id for one in gradient.devices())))
+        seen.add((gradient.dtype, *(holder.id for holder in gradient.devices())))
         return moved(update, device)
 
     monkeypatch.setattr(compute, "to_device", watch)
@@ -319,16 +319,16 @@ def test_workers_compute_on_their_own_devices_in_the_precision_of_the_caller(x64
 
 def test_settings_of_a_thread_are_carried_into_another():
     def in_thread(settings):
-        found = []
+        observations = []
 
         def work():
             with settings():
-                found.append((jnp.ones(()).dtype, jax.config.jax_numpy_rank_promotion))
+                observations.append((jnp.ones(()).dtype, jax.config.jax_numpy_rank_promotion))
 
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-        return found[0]
+        return observations[0]
 
     with jax.enable_x64(True), jax.numpy_rank_promotion("warn"):
         settings = capture_settings()

@@ -34,7 +34,7 @@ def test_a_line_now_and_then(capsys):
     line = "async_sgd: update 18/100  1.8 pushes/s  workers: 1 computes, 1 waits, 1 gone\n"
     assert shown([STATUS], capsys) == line
     end = STATUS._replace(
-        updates=100, workers=tuple(one._replace(doing="computes") for one in WORKERS)
+        updates=100, workers=tuple(worker._replace(doing="computes") for worker in WORKERS)
     )
     assert shown([STATUS, STATUS, STATUS, end], capsys) == (
         line + "async_sgd: update 100/100  1.8 pushes/s  workers: 3 compute\n"
@@ -42,9 +42,9 @@ def test_a_line_now_and_then(capsys):
 
 
 def test_status_is_asked_for_only_when_it_is_shown():
-    asked = []
-    views.make_show("x", shown=False)(lambda: asked.append(1), last=True)
-    assert not asked
+    calls = []
+    views.make_show("x", shown=False)(lambda: calls.append(1), last=True)
+    assert not calls
 
 
 def test_the_stats_of_a_log():
@@ -52,7 +52,7 @@ def test_the_stats_of_a_log():
     result = simulate([SimulatedWorker(1.0), SimulatedWorker(3.0)], max_staleness=1, num_updates=20)
     stats = WorkerStats(result.log)
     workers = stats.workers(waits=lambda worker: True)
-    assert sum(one.pushes for one in workers) == 20
+    assert sum(worker_stats.pushes for worker_stats in workers) == 20
     doing = []
     for kind in ("join", "pull", "push", "pull", "refuse", "pull", "resume", "leave"):
         stats.record(Event(kind, 5, 4, 0, 0, time=50.0))
@@ -94,7 +94,9 @@ def test_a_run_is_shown_while_it_goes_on(capsys, regression, monkeypatch):
     opt = so.async_sgd(optax.sgd(np.float32(0.01)), regression.loss_fn, workers=2, max_staleness=2)
     opt.run(regression.params, batches_of, num_updates=20, progress=True)
     lines = [
-        one for one in capsys.readouterr().err.splitlines() if one.startswith("async_sgd: update ")
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if line.startswith("async_sgd: update ")
     ]
     assert len(lines) >= 2
     assert lines[-1].startswith("async_sgd: update 20/20  ")

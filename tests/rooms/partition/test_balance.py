@@ -8,7 +8,7 @@ pytestmark = pytest.mark.fast
 
 
 @pytest.mark.parametrize(
-    ("costs", "owners", "most"),
+    ("costs", "owners", "max_load"),
     [
         ([1.0] * 16, 8, 2.0),
         ([1.0] * 12, 8, 2.0),  # no matrix is cut: four owners have two
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.fast
     ],
     ids=["even", "uneven", "six blocks", "twelve blocks", "few", "longest first is not best"],
 )
-def test_the_busiest_has_as_little_as_may_be(costs, owners, most):
-    found = share_out(costs, owners)
-    assert len(found) == len(costs)
-    assert set(found) <= set(range(owners))
-    assert busiest(costs, found, [0.0] * owners) == most
+def test_the_busiest_has_as_little_as_may_be(costs, owners, max_load):
+    assignment = share_out(costs, owners)
+    assert len(assignment) == len(costs)
+    assert set(assignment) <= set(range(owners))
+    assert busiest(costs, assignment, [0.0] * owners) == max_load
 
 
 def test_there_may_be_nothing_to_share():
@@ -31,8 +31,8 @@ def test_there_may_be_nothing_to_share():
 
 
 @pytest.mark.parametrize(
-    ("costs", "most"), [([1.0] * 4, 2.0), ([2.0, 2.0, 1.0], 3.0)], ids=["even", "uneven"]
+    ("costs", "max_load"), [([1.0] * 4, 2.0), ([2.0, 2.0, 1.0], 3.0)], ids=["even", "uneven"]
 )
-def test_owners_with_work_get_less(costs, most):
+def test_owners_with_work_get_less(costs, max_load):
     loads = [2.0, 0.0, 0.0]
-    assert busiest(costs, share_out(costs, 3, loads), loads) == most
+    assert busiest(costs, share_out(costs, 3, loads), loads) == max_load

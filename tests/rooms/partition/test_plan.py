@@ -52,12 +52,12 @@ def test_what_stays_whole_says_why(mesh_of):
         [("taken", P("tensor"))],
         least=5,
     )
-    assert {name: one.reason for name, one in plans.items()} == {
+    assert {name: leaf_plan.reason for name, leaf_plan in plans.items()} == {
         "odd": "shape (3, 5): no dim is divisible by data=4",
         "small": "4 elements, fewer than min_shard_elements=5",
         "taken": "shape (8, 3): the only dim divisible by data=4 is split over tensor",
     }
-    assert all(one.dim is None for one in plans.values())
+    assert all(leaf_plan.dim is None for leaf_plan in plans.values())
 
 
 def test_stacked_blocks_are_judged_one_block_at_a_time(mesh_of):
@@ -142,7 +142,10 @@ STATEFUL = {
 def test_optimizer_state_lives_as_its_parameter_does_and_else_where_it_fits(name, mesh_of):
     mesh = mesh_of(data=4, tensor=2)
     plans = plan({"w": (16, 8), "b": (8,)}, mesh, [("w", P(None, "tensor"))])
-    abstract = {name: jax.ShapeDtypeStruct(one.shape, one.dtype) for name, one in plans.items()}
+    abstract = {
+        name: jax.ShapeDtypeStruct(leaf_plan.shape, leaf_plan.dtype)
+        for name, leaf_plan in plans.items()
+    }
     state = jax.eval_shape(STATEFUL[name].init, abstract)
     flat = jax.tree_util.tree_leaves_with_path(plans, is_leaf=lambda x: isinstance(x, LeafPlan))
     axes, sizes = shard_axes(mesh.shape), dict(mesh.shape)

@@ -78,11 +78,13 @@ rules = (
 def test_rules_take_anything(count):
     fitted = []
 
-    def prop(given):
-        found, message = outcome(lambda: calling("fsdp")(match_rules)(given, LEAVES), "fsdp")
+    def prop(drawn_rules):
+        fitted_specs, message = outcome(
+            lambda: calling("fsdp")(match_rules)(drawn_rules, LEAVES), "fsdp"
+        )
         if message is None:
-            fitted.append(found)
-            for spec, (_, shape) in zip(found, LEAVES, strict=True):
+            fitted.append(fitted_specs)
+            for spec, (_, shape) in zip(fitted_specs, LEAVES, strict=True):
                 named = [
                     axis
                     for entry in spec
@@ -93,7 +95,7 @@ def test_rules_take_anything(count):
                 assert named.count("tensor") <= 1
 
     fuzz(prop, rules, count=count)
-    assert any(axis for found in fitted for spec in found for axis in spec)
+    assert any(axis for fitted_specs in fitted for spec in fitted_specs for axis in spec)
 
 
 @pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.slow)])
@@ -107,14 +109,16 @@ def test_strategies_take_any_rules(count):
     def loss_fn(params, batch):
         return jnp.mean((batch @ params["w"]) ** 2) + params["b"].sum()
 
-    found = st.lists(st.tuples(st.sampled_from(["w", "b", ".*", "(", "x"]), specs()), max_size=3)
+    rule_lists = st.lists(
+        st.tuples(st.sampled_from(["w", "b", ".*", "(", "x"]), specs()), max_size=3
+    )
 
-    def prop(given):
+    def prop(drawn_rules):
         state, message = outcome(
-            lambda: so.fsdp(tx, mesh, loss_fn, rules=given).abstract_state(params), "fsdp"
+            lambda: so.fsdp(tx, mesh, loss_fn, rules=drawn_rules).abstract_state(params), "fsdp"
         )
         if message is None:
             for leaf in jax.tree.leaves(state.params):
                 assert np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=int) >= 1
 
-    fuzz(prop, found, count=count)
+    fuzz(prop, rule_lists, count=count)

@@ -16,10 +16,10 @@ pytestmark = pytest.mark.fast
 
 def orders(schedule):
     """What each stage does in turn."""
-    found = [[] for _ in range(schedule.num_stages)]
-    for one in in_order(schedule.ticks):
-        found[schedule.ticks.stage_of[one[1]]].append(one)
-    return found
+    stage_orders = [[] for _ in range(schedule.num_stages)]
+    for event in in_order(schedule.ticks):
+        stage_orders[schedule.ticks.stage_of[event[1]]].append(event)
+    return stage_orders
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -70,7 +70,7 @@ def test_the_program_waits_for_what_neighbours_began_and_not_for_what_they_do(p,
 
 
 @pytest.mark.parametrize(
-    ("make", "before", "after", "own"),
+    ("make", "before", "after", "own_pace"),
     [
         (schedules.zero_bubble_2, 131, 120, 118),
         (schedules.zero_bubble_v, 285, 238, 233),
@@ -81,14 +81,17 @@ def test_the_program_waits_for_what_neighbours_began_and_not_for_what_they_do(p,
         (schedules.one_f_one_b, 178, 166, 133),
     ],
 )
-def test_the_program_comes_near_the_stages_own_pace(make, before, after, own):
-    times, known, found = (
+def test_the_program_comes_near_the_stages_own_pace(make, before, after, own_pace):
+    times, known, ahead_schedule = (
         {"forward": 2, "backward": 3, "weight": 2},
         make(4, 16),
         schedules.send_ahead(make)(4, 16),
     )
-    assert [one.program_time(**times) for one in (known, found)] == [before, after]
-    assert known.table_time(**times) == own
+    assert [schedule.program_time(**times) for schedule in (known, ahead_schedule)] == [
+        before,
+        after,
+    ]
+    assert known.table_time(**times) == own_pace
 
 
 @pytest.mark.parametrize(

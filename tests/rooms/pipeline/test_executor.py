@@ -51,16 +51,16 @@ def test_what_idle_slots_and_empty_buffers_hold_is_read_by_nobody(
         train, SCHEDULES[name], mesh_of(data=1, pipeline=4), case, micro_batches, remat=remat
     )
     expected = run()
-    given = []
+    calls = []
 
     def full_of_nan(*args, **options):
-        given.append(name)
+        calls.append(name)
         return execute(*args, **options, idle=np.nan)
 
     monkeypatch.setattr(pipelined, "execute", full_of_nan)
-    found = run()
-    assert given
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    poisoned_result = run()
+    assert calls
+    for a, b in zip(jax.tree.leaves(poisoned_result), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b)
 
 

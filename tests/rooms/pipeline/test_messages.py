@@ -43,9 +43,12 @@ def placed(stage_of):
 
 
 def run(schedule, move, leaves, specs, mesh):
-    whole = [P("pipeline")] * len(leaves)
+    stage_specs = [P("pipeline")] * len(leaves)
     f = per_device(
-        lambda *xs: move(schedule, list(xs), specs), mesh, in_specs=tuple(whole), out_specs=whole
+        lambda *xs: move(schedule, list(xs), specs),
+        mesh,
+        in_specs=tuple(stage_specs),
+        out_specs=stage_specs,
     )
     return jax.jit(f)
 
@@ -71,14 +74,14 @@ def test_every_block_reaches_the_stage_that_runs_it_and_returns(place, stages, c
         numbers.astype(jnp.bfloat16),
     ]
     specs = [P(), P(None, "tensor"), P(), P()]
-    there = run(schedule, messages.to_schedule, leaves, specs, mesh)(*leaves)
+    scheduled_leaves = run(schedule, messages.to_schedule, leaves, specs, mesh)(*leaves)
     wanted = np.array(schedule.virtual_stages).reshape(-1, 1) * k + np.arange(k)
-    for leaf, found in zip(leaves, there, strict=True):
-        assert found.dtype == leaf.dtype
-        np.testing.assert_array_equal(found, np.asarray(leaf)[wanted.reshape(-1)])
-    back = run(schedule, messages.to_model, leaves, specs, mesh)(*there)
-    for leaf, found in zip(leaves, back, strict=True):
-        np.testing.assert_array_equal(found, leaf)
+    for leaf, moved_leaf in zip(leaves, scheduled_leaves, strict=True):
+        assert moved_leaf.dtype == leaf.dtype
+        np.testing.assert_array_equal(moved_leaf, np.asarray(leaf)[wanted.reshape(-1)])
+    back = run(schedule, messages.to_model, leaves, specs, mesh)(*scheduled_leaves)
+    for leaf, moved_leaf in zip(leaves, back, strict=True):
+        np.testing.assert_array_equal(moved_leaf, leaf)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -103,10 +106,12 @@ def test_rounds_are_permutations_and_hold_every_move_once(stages, chunks, draw):
     moves = messages._moves(placed(homes))
     rounds = messages._rounds(stages, moves)
     assert len(rounds) == chunks
-    assert sorted(move for one in rounds for move in one) == sorted(moves)
-    for one in rounds:
+    assert sorted(move for round_moves in rounds for move in round_moves) == sorted(moves)
+    for round_moves in rounds:
         assert (
-            sorted(move[0] for move in one) == sorted(move[2] for move in one) == [*range(stages)]
+            sorted(move[0] for move in round_moves)
+            == sorted(move[2] for move in round_moves)
+            == [*range(stages)]
         )
 
 
@@ -143,8 +148,8 @@ def test_what_fills_the_tiles_of_a_tpu_lies_in_them(shape, order):
         platform: traced.lower(lowering_platforms=(platform,)).as_text()
         for platform in ("tpu", "cpu")
     }
-    found = re.findall(r"result_layouts = \[dense<\[(.*?)\]>", on["tpu"])
-    assert found == ([] if order is None else [", ".join(map(str, order[::-1]))])
+    layouts = re.findall(r"result_layouts = \[dense<\[(.*?)\]>", on["tpu"])
+    assert layouts == ([] if order is None else [", ".join(map(str, order[::-1]))])
     assert "LayoutConstraint" not in on["cpu"]
 
 
@@ -171,6 +176,7 @@ def test_a_slot_is_added_to_where_it_lies():
     compiled = added.lower(*shapes, jnp.int32(1)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * 4 * 16 * 32
     sums, a, b = (
-        jnp.arange(math.prod(one.shape), dtype=one.dtype).reshape(one.shape) for one in shapes
+        jnp.arange(math.prod(struct.shape), dtype=struct.dtype).reshape(struct.shape)
+        for struct in shapes
     )
     np.testing.assert_array_equal(added(sums + 0, a, b, 1), sums.at[1].add(a @ b))

@@ -54,5 +54,5 @@ def rate(schedule, forward, backward, weight, communication):
 )
 def test_table_5_of_zero_bubble_pipeline_parallelism(row):
     stages, micro_batches, f, b, w, c, *stated = row
-    found = [rate(getattr(schedules, name)(stages, micro_batches), f, b, w, c) for name in NAMES]
-    assert found == pytest.approx(stated[:3], abs=1e-4)
+    rates = [rate(getattr(schedules, name)(stages, micro_batches), f, b, w, c) for name in NAMES]
+    assert rates == pytest.approx(stated[:3], abs=1e-4)

@@ -64,9 +64,9 @@ def runnable(schedule):
     )
     assert 0 <= schedule.bubble_fraction <= schedule.program_bubble_fraction < 1
     for name in ("forward", "backward"):
-        found = schedule.table()[f"{name}_micro_batch"]
+        micro_batches = schedule.table()[f"{name}_micro_batch"]
         assert (
-            found >= 0
+            micro_batches >= 0
         ).sum() == schedule.num_micro_batches * schedule.num_stages * schedule.num_chunks
 
 
@@ -82,7 +82,7 @@ def check(prop, *strategies, count):
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_schedules_take_any_sizes(count):
-    made = []
+    built_names = []
 
     def prop(name, stages, micro_batches, chunks):
         options = {"num_chunks": chunks} if name in CHUNKED else {}
@@ -90,7 +90,7 @@ def test_schedules_take_any_sizes(count):
             lambda: getattr(schedules, name)(stages, micro_batches, **options), name
         )
         if message is None:
-            made.append(name)
+            built_names.append(name)
             runnable(schedule)
             assert (schedule.num_stages, schedule.num_micro_batches) == (stages, micro_batches)
 
@@ -104,10 +104,10 @@ def test_schedules_take_any_sizes(count):
     )
     # hypothesis takes constants of every module that is loaded into its draws, so they need not
     # reach all builders
-    assert len(set(made)) > len(BUILDERS) // 2
+    assert len(set(built_names)) > len(BUILDERS) // 2
     for name in BUILDERS:
         prop(name, 2, 4, 2)
-    assert set(made) == set(BUILDERS)
+    assert set(built_names) == set(BUILDERS)
 
 
 @st.composite
@@ -145,19 +145,19 @@ def tables(draw):
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_from_ticks_takes_any_tables(count):
-    made = []
+    built_schedules = []
 
-    def prop(given):
-        stages, found, homes = given
+    def prop(drawn_args):
+        stages, tick_tables, homes = drawn_args
         schedule, message = outcome(
-            lambda: schedules.from_ticks(stages, *found, stage_of=homes, name="mine"), "mine"
+            lambda: schedules.from_ticks(stages, *tick_tables, stage_of=homes, name="mine"), "mine"
         )
         if message is None:
-            made.append(schedule)
+            built_schedules.append(schedule)
             runnable(schedule)
 
     check(prop, tables(), count=count)
-    assert made
+    assert built_schedules
 
 
 @st.composite
@@ -190,7 +190,7 @@ def orders(draw):
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_from_order_takes_any_lines(count):
-    made = []
+    built_schedules = []
     homes = st.none() | st.lists(numbers, max_size=4) | numbers | st.permutations([0, 1])
 
     def prop(lines, stage_of):
@@ -198,8 +198,8 @@ def test_from_order_takes_any_lines(count):
             lambda: schedules.from_order(lines, stage_of=stage_of), "from_order"
         )
         if message is None:
-            made.append(schedule)
+            built_schedules.append(schedule)
             runnable(schedule)
 
     check(prop, orders(), homes, count=count)
-    assert made
+    assert built_schedules

@@ -51,6 +51,6 @@ def test_repr_is_one_line():
 def test_a_printed_order_can_be_read_back():
     for schedule in (schedules.zero_bubble(4, 7), schedules.one_f_one_b(3, 5)):
         orders = [line.split(maxsplit=2)[2] for line in str(schedule).splitlines()[4:]]
-        again = schedules.from_order(orders, name=schedule.name)
-        assert again == schedule
-        assert hash(again) == hash(schedule)
+        parsed_schedule = schedules.from_order(orders, name=schedule.name)
+        assert parsed_schedule == schedule
+        assert hash(parsed_schedule) == hash(schedule)

@@ -227,12 +227,12 @@ def test_zero_bubble_lockstep_keeps_the_formula_when_passes_differ(p, m, v, cost
 
 
 def test_what_the_docstring_of_zero_bubble_lockstep_compares():
-    made = (
+    candidates = (
         schedules.zero_bubble_lockstep(4, 8),
         schedules.zero_bubble(4, 8),
         schedules.eager_one_f_one_b(4, 8),
     )
-    assert [schedule.program_time(forward=1, backward=2, weight=1) for schedule in made] == [
+    assert [schedule.program_time(forward=1, backward=2, weight=1) for schedule in candidates] == [
         38,
         49,
         44,

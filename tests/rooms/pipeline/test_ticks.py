@@ -43,11 +43,11 @@ def walk(schedule):
         sent_ahead, sent_behind = [GARBAGE] * schedule.num_stages, [GARBAGE] * schedule.num_stages
         for s in stages:
             row = {name: array[t, s] for name, array in table.items()}
-            for slots, arrived, where in (
+            for slots, arrived, arrival_slots in (
                 (inputs, ahead, row["forward_arrival"]),
                 (cotangents, behind, row["backward_arrival"]),
             ):
-                for message, slot in zip(arrived[s], where, strict=True):
+                for message, slot in zip(arrived[s], arrival_slots, strict=True):
                     if slot >= 0:
                         slots[s][slot] = message
 
@@ -86,14 +86,17 @@ def walk(schedule):
                         deferred[s][row["weight_deferred"]],
                         activations[s][row["weight_slot"]],
                     )
-        made, leaving = [sent_ahead, sent_behind], made_before
-        made_before = made
+        sent_messages, leaving = [sent_ahead, sent_behind], made_before
+        made_before = sent_messages
         if schedule.ticks.message_ticks == 1:
-            leaving = made
+            leaving = sent_messages
         ahead, behind = (
             [[(leaves if by else stays)[(s - by) % len(stages)] for by in shifts] for s in stages]
             for shifts, leaves, stays in zip(
-                (schedule.forward_shifts, schedule.backward_shifts), leaving, made, strict=True
+                (schedule.forward_shifts, schedule.backward_shifts),
+                leaving,
+                sent_messages,
+                strict=True,
             )
         )
     return read

@@ -46,7 +46,7 @@ def ends_by_relaxation(schedule, times, communication):
             )
     waits = []
     for passes in order.values():
-        names = [tuple(one[2:]) for one in sorted(passes)]
+        names = [tuple(pass_key[2:]) for pass_key in sorted(passes)]
         waits += [(a, b, 0) for a, b in pairwise(names)]
     for kind, v, m in length:
         if kind == "forward" and v:
@@ -64,8 +64,8 @@ def ends_by_relaxation(schedule, times, communication):
     while late := [
         (b, ends[a] + gap + length[b]) for a, b, gap in waits if ends[a] + gap + length[b] > ends[b]
     ]:
-        for one, end in late:
-            ends[one] = max(ends[one], end)
+        for pass_key, end in late:
+            ends[pass_key] = max(ends[pass_key], end)
     return ends
 
 

@@ -165,11 +165,11 @@ def test_a_gpu_step_that_does_not_fit_says_so():
             return Compiled()
 
     chip, _ = parse_topology("h100:8")
-    what = (
+    message_start = (
         "aot: the step does not fit into a chip of h100:8, 80,000,000,000 bytes (it needs"
         " 90,000,000,000).\nFix: shard"
     )
-    with pytest.raises(ValueError, match=f"^{re.escape(what)}"):
+    with pytest.raises(ValueError, match=f"^{re.escape(message_start)}"):
         _compile(Lowered(), "h100:8", chip)
     assert _compile(Lowered(), "h200:8", parse_topology("h200:8")[0]).memory_analysis()
 
@@ -226,12 +226,18 @@ def test_arguments_are_those_of_the_placement_formula(sizes):
     formula = 12 * SHAPE.num_parameters / shards + 32 / 8 * sizes.get("tensor", 1) * 65 * 4
     assert report.memory.arguments - report.argument_padding == pytest.approx(formula, rel=0.01)
     layout = ParallelLayout(data=shards // sizes.get("tensor", 1), **sizes)
-    told = predict(SHAPE.workload(), layout, hardware=HARDWARE["v5e"], batch_size=32).memory
+    predicted_memory = predict(
+        SHAPE.workload(), layout, hardware=HARDWARE["v5e"], batch_size=32
+    ).memory
     rows = stored_bytes((32 // 8 * sizes.get("tensor", 1), 65), 4)
     # and a few scalars
-    assert told.params + told.opt_state + rows == pytest.approx(report.memory.arguments, abs=4096)
+    assert predicted_memory.params + predicted_memory.opt_state + rows == pytest.approx(
+        report.memory.arguments, abs=4096
+    )
     assert report.mesh_shape["tensor"] == sizes.get("tensor", 1)
-    assert "data" in {axis for one in report.audit.collectives for axis in one.axes or ()}
+    assert "data" in {
+        axis for collective in report.audit.collectives for axis in collective.axes or ()
+    }
     assert 0 < report.memory.peak < report.hbm_bytes
 
 
@@ -266,8 +272,8 @@ def test_of_a_batch_only_the_shapes_are_read():
         for name, leaf in transformer.abstract_batch(SHAPE, 32).items()
     }
     # one line calls for both, as the text of a program holds the lines of its calls
-    audits = [compiled(batch=one, topology="v5e:4x4").audit for one in (batch, None)]
-    sources = [one.source for one in audits]
+    audits = [compiled(batch=case, topology="v5e:4x4").audit for case in (batch, None)]
+    sources = [case.source for case in audits]
     # a topology has new devices in each call, which the text of a sharding leaves out
     arrays, shapes = (
         (audit._replace(source=""), source.text, str(source.inputs), str(source.outputs))
@@ -334,8 +340,12 @@ def test_the_step_time_of_a_real_compile():
     )
     assert max(span.end for span in step.spans) == pytest.approx(step.total)
     assert len(step.operations) == 10
-    assert {one.calls for one in step.operations} <= {1, SHAPE.num_layers, SHAPE.num_layers - 1}
-    assert all(one.source for one in step.operations if not one.waits)
+    assert {operation.calls for operation in step.operations} <= {
+        1,
+        SHAPE.num_layers,
+        SHAPE.num_layers - 1,
+    }
+    assert all(operation.source for operation in step.operations if not operation.waits)
     assert re.search(r"^[\d.]+ ms per step, estimated: [\d.]+ compute", str(step))
 
 
@@ -358,12 +368,12 @@ def test_a_step_for_gpus(name):
 
     report = compiled(make, topology=f"{name}:4", num_slices=2, tensor=2)
     layout = ParallelLayout(data=4, tensor=2, gather_dtype=jnp.bfloat16)
-    told = predict(SHAPE.workload(), layout, hardware=HARDWARE[name], batch_size=32)
+    prediction = predict(SHAPE.workload(), layout, hardware=HARDWARE[name], batch_size=32)
     assert report.memory.arguments == pytest.approx(
-        told.memory.params + told.memory.opt_state + 32 / 4 * 65 * 4, abs=4096
+        prediction.memory.params + prediction.memory.opt_state + 32 / 4 * 65 * 4, abs=4096
     )
-    sent = sum(one.wire_bytes for one in report.audit.of(axis="data").by_kind().values())
-    assert sent == pytest.approx(told.wire_bytes["data"], rel=0.05)
+    sent = sum(group.wire_bytes for group in report.audit.of(axis="data").by_kind().values())
+    assert sent == pytest.approx(prediction.wire_bytes["data"], rel=0.05)
     # the embedding is read by rows
     in_products = SHAPE.num_parameters - SHAPE.vocab_size * SHAPE.dim
     assert report.flops == pytest.approx(6 * in_products * 32 * SHAPE.length / 8, rel=0.05)

@@ -55,12 +55,18 @@ def test_arguments_are_those_of_the_placement_formula(name, chip, chips, rows, p
     placed = place(
         workload, layout, abstract_opt_state(workload, None), min_shard_elements=2**10, tiled=True
     )
-    told = predict(
+    predicted_memory = predict(
         workload, layout, hardware=HARDWARE[chip], batch_size=rows * chips, placed=placed
     ).memory
     # of the random key; adamw's count and the step are 512 bytes each as well
     scalars = stored_bytes((), 4)
-    assert told.params + told.opt_state + stored_bytes((rows, 1025), 4) + 2 * scalars == planned
+    assert (
+        predicted_memory.params
+        + predicted_memory.opt_state
+        + stored_bytes((rows, 1025), 4)
+        + 2 * scalars
+        == planned
+    )
 
 
 def test_small_leaves_stay_whole_by_the_default_of_the_platform():

@@ -147,7 +147,9 @@ def test_state_is_on_the_host_and_comes_block_by_block():
     assert offloaded.host_argument_size_in_bytes == offloaded.host_output_size_in_bytes == state
     assert (offloaded.host_alias_size_in_bytes, offloaded.host_temp_size_in_bytes) == (state, 0)
     assert plain.argument_size_in_bytes - offloaded.argument_size_in_bytes == state
-    on_chip = [one.argument_size_in_bytes + one.temp_size_in_bytes for one in (plain, offloaded)]
+    on_chip = [
+        memory.argument_size_in_bytes + memory.temp_size_in_bytes for memory in (plain, offloaded)
+    ]
     assert (
         on_chip[0] - on_chip[1] > state / 2
     )  # in place of it all: gradients that no longer go block by block, and two blocks

@@ -19,11 +19,11 @@ DDP, FSDP, PIPELINE = "ddp, remat", "fsdp, tensor, remat", "zero bubble, zero1, 
 
 
 def forget_the_moments(patch):
-    found = layout.state_specs
+    state_specs = layout.state_specs
 
     # as if the optimizer state were replicated over data
-    def replicated(*args, **more):
-        return found(*args, **more | {"sharded": False})
+    def replicated(*args, **options):
+        return state_specs(*args, **options | {"sharded": False})
 
     break_function(patch, layout.state_specs, replicated, callers=[layout])
 
@@ -41,8 +41,10 @@ def gather_once_for_both_passes(patch):
 
     def once(placed):
         return [
-            one._replace(calls=one.calls / 2) if one.kind == "all-gather" else one
-            for one in over_data(placed)
+            transfer._replace(calls=transfer.calls / 2)
+            if transfer.kind == "all-gather"
+            else transfer
+            for transfer in over_data(placed)
         ]
 
     break_function(patch, costs._over_data, once)
@@ -53,7 +55,8 @@ def reduce_every_micro_batch(patch):
 
     def each(placed):
         return [
-            one._replace(calls=placed.layout.micro_batches * one.calls) for one in over_data(placed)
+            transfer._replace(calls=placed.layout.micro_batches * transfer.calls)
+            for transfer in over_data(placed)
         ]
 
     break_function(patch, costs._over_data, each)
@@ -63,8 +66,8 @@ def permute_forwards_only(patch):
     over_pipeline = costs._over_pipeline
 
     def half(*args):
-        permute, *rest = over_pipeline(*args)
-        return [permute._replace(calls=permute.calls / 2), *rest]
+        permute, *other_transfers = over_pipeline(*args)
+        return [permute._replace(calls=permute.calls / 2), *other_transfers]
 
     break_function(patch, costs._over_pipeline, half)
 
@@ -121,10 +124,10 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize(
-    ("mutate", "name", "what"),
+    ("mutate", "name", "quantity"),
     [(m, *case) for m, case in MUTATIONS.items()],
     ids=lambda x: getattr(x, "__name__", x),
 )
-def test_the_comparison_notices(mutate, name, what, monkeypatch):
+def test_the_comparison_notices(mutate, name, quantity, monkeypatch):
     mutate(monkeypatch)
-    assert what in disagreements(*LAYOUTS[name])
+    assert quantity in disagreements(*LAYOUTS[name])

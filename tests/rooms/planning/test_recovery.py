@@ -33,13 +33,13 @@ def test_the_best_period_is_that_of_young_and_daly():
 
 def test_one_level_of_copies_by_hand():
     failures = Failures(mtbf=1000 * HOUR, restart=200, detect=100, save=30)
-    found = plan_recovery(failures, chips=500, save_every=900)
+    recovery = plan_recovery(failures, chips=500, save_every=900)
     mean = 1000 * HOUR / 500
     failed = math.exp(930 / mean) - 1
     total = (mean + 300) * failed
-    assert found.goodput == pytest.approx(900 / total)
-    assert found.interval == pytest.approx(mean + 300)
-    assert found.lost == {
+    assert recovery.goodput == pytest.approx(900 / total)
+    assert recovery.interval == pytest.approx(mean + 300)
+    assert recovery.lost == {
         "checkpoint": pytest.approx(mean * (math.exp(30 / mean) - 1) / total),
         "redone": pytest.approx((mean * failed - 900 - mean * (math.exp(30 / mean) - 1)) / total),
         "detect": pytest.approx(100 * failed / total),
@@ -122,22 +122,22 @@ def test_islands_are_chosen_by_goodput():
 
 def test_periods_are_whole_steps():
     failures = Failures(mtbf=1000 * HOUR, restart=300, save=5, snapshot=0.01, wide=0.1)
-    found = plan_recovery(failures, chips=512, step_seconds=20.0)
-    assert found.save_steps == found.save_every / 20
-    assert found.snapshot_steps == 1
+    recovery = plan_recovery(failures, chips=512, step_seconds=20.0)
+    assert recovery.save_steps == recovery.save_every / 20
+    assert recovery.snapshot_steps == 1
     assert plan_recovery(failures, chips=512).save_steps is None
-    text = str(found)
+    text = str(recovery)
     assert text.startswith("512 chips, 0 spare hosts: a failure every 2.0")
-    assert f"checkpoint every {found.save_steps} steps" in text
+    assert f"checkpoint every {recovery.save_steps} steps" in text
     assert "snapshot every 1 step (20 s)" in text
-    assert f"goodput      {found.goodput:.2%}" in text
+    assert f"goodput      {recovery.goodput:.2%}" in text
 
 
 def test_no_failure_needs_a_checkpoint_if_copies_in_memory_survive_all():
     failures = Failures(mtbf=1000 * HOUR, restart=300, save=5, snapshot=1.0)
-    found = plan_recovery(failures, chips=512)
-    assert found.save_every is None
-    assert "checkpoint" not in found.lost
+    recovery = plan_recovery(failures, chips=512)
+    assert recovery.save_every is None
+    assert "checkpoint" not in recovery.lost
 
 
 BASE = {"mtbf": 1e6, "restart": 1.0, "save": 1.0}

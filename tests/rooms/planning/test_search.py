@@ -94,14 +94,21 @@ def test_the_planned_mesh_compiles(name):
 
 def test_plans_are_ranked_by_time_and_fit():
     plans = so.plan("llama3-8b", hardware="v5p", chips=16, batch_size=16)
-    times = [one.time.total for one in plans.ranked]
+    times = [candidate.time.total for candidate in plans.ranked]
     assert times == sorted(times)
-    assert all(one.memory.total <= plans.limit for one in plans.ranked)
-    assert all(one.layout.num_chips == 16 for one in plans.ranked)
-    tight = [one for one in plans.dropped if one.missing_bytes]
-    assert [one.missing_bytes for one in tight] == sorted(one.missing_bytes for one in tight)
-    assert {one.layout for one in plans.ranked}.isdisjoint(one.layout for one in plans.dropped)
-    kinds = {(one.layout.placement, one.layout.schedule, one.layout.remat) for one in plans.ranked}
+    assert all(candidate.memory.total <= plans.limit for candidate in plans.ranked)
+    assert all(candidate.layout.num_chips == 16 for candidate in plans.ranked)
+    tight = [candidate for candidate in plans.dropped if candidate.missing_bytes]
+    assert [candidate.missing_bytes for candidate in tight] == sorted(
+        candidate.missing_bytes for candidate in tight
+    )
+    assert {candidate.layout for candidate in plans.ranked}.isdisjoint(
+        candidate.layout for candidate in plans.dropped
+    )
+    kinds = {
+        (candidate.layout.placement, candidate.layout.schedule, candidate.layout.remat)
+        for candidate in plans.ranked
+    }
     assert {placement for placement, _, _ in kinds} == {"zero1", "zero2", "fsdp", "ddp"}
     assert {schedule for _, schedule, _ in kinds} == {None, *so.planning._search.SCHEDULES}
 
@@ -109,15 +116,20 @@ def test_plans_are_ranked_by_time_and_fit():
 @pytest.mark.default
 def test_the_fastest_recomputes_least_of_what_fits():
     work = so.planning.MODELS["llama3-8b"].workload()
-    _, everything, most, *_, least, full = work.remat_choices()
+    _, everything, most_saved, *_, least_saved, full = work.remat_choices()
     layout = ParallelLayout(data=16, gather_dtype=jnp.bfloat16)
-    none, most, little, all_again = (
+    none, most_saved, little_saved, all_again = (
         predict(work, layout._replace(remat=remat), hardware=HARDWARE["v5p"], batch_size=16)
-        for remat in (False, most, least, full)
+        for remat in (False, most_saved, least_saved, full)
     )
-    assert none.memory.total > most.memory.total > little.memory.total > all_again.memory.total
-    assert none.time.total < most.time.total < little.time.total < all_again.time.total
-    for fits, headroom in ((none, 0.0), (most, 1.0), (little, 1.0), (all_again, 1.0)):
+    assert (
+        none.memory.total
+        > most_saved.memory.total
+        > little_saved.memory.total
+        > all_again.memory.total
+    )
+    assert none.time.total < most_saved.time.total < little_saved.time.total < all_again.time.total
+    for fits, headroom in ((none, 0.0), (most_saved, 1.0), (little_saved, 1.0), (all_again, 1.0)):
         size = int(fits.memory.total + headroom)
         chip = dataclasses.replace(HARDWARE["v5p"], memory_bytes=size)
         # the layouts that are compared have no pipeline
@@ -130,10 +142,16 @@ def test_the_fastest_recomputes_least_of_what_fits():
             schedules=[],
             headroom=0.0,
         )
-        ranked = [one for one in plans.ranked if one.layout._replace(remat=False) == layout]
+        ranked = [
+            candidate
+            for candidate in plans.ranked
+            if candidate.layout._replace(remat=False) == layout
+        ]
         assert ranked[0].layout.remat == fits.layout.remat
         assert ranked[0].strategy["remat"] == fits.layout.remat
-        assert everything not in [one.layout.remat for one in ranked]  # it is fsdp without remat
+        assert everything not in [
+            candidate.layout.remat for candidate in ranked
+        ]  # it is fsdp without remat
 
 
 def test_names_are_not_predicted_in_pipelines():
@@ -169,7 +187,7 @@ def test_slices_hold_a_copy_each_or_share_one():
     plans = so.plan(
         "llama3-8b", hardware="v6e", chips=512, slices=2, batch_size=512, placements=("fsdp",)
     )
-    assert {one.layout.replica for one in plans.ranked} == {1, 2}
+    assert {candidate.layout.replica for candidate in plans.ranked} == {1, 2}
 
 
 def test_the_optimizer_counts():
@@ -180,8 +198,8 @@ def test_the_optimizer_counts():
         (optax.sgd(0.1, momentum=0.9), 1),
         (optax.adamw(0.1), 2),
     ):
-        found = predict(WORK, layout, hardware=CHIP, batch_size=8, tx=tx)
-        assert found.memory.opt_state == pytest.approx(copies * size, abs=16)
+        prediction = predict(WORK, layout, hardware=CHIP, batch_size=8, tx=tx)
+        assert prediction.memory.opt_state == pytest.approx(copies * size, abs=16)
     factored = predict(WORK, layout, hardware=CHIP, batch_size=8, tx=optax.adafactor(0.1))
     assert factored.memory.opt_state < size / 2
 
@@ -192,11 +210,11 @@ def test_the_optimizer_counts():
 )
 def test_bytes_a_parameter_are_those_of_the_placement_table(placement, params, state):
     work = so.planning.MODELS["llama3-8b"].workload()
-    found = predict(
+    prediction = predict(
         work, ParallelLayout(data=8, placement=placement), hardware=HARDWARE["v5p"], batch_size=8
     )
-    assert found.memory.params == pytest.approx(4 * work.num_parameters / params, rel=1e-3)
-    assert found.memory.opt_state == pytest.approx(8 * work.num_parameters / state, rel=1e-3)
+    assert prediction.memory.params == pytest.approx(4 * work.num_parameters / params, rel=1e-3)
+    assert prediction.memory.opt_state == pytest.approx(8 * work.num_parameters / state, rel=1e-3)
 
 
 def test_rings_on_a_switch_and_beyond():
@@ -220,10 +238,10 @@ def test_rings_on_a_switch_and_beyond():
 def test_a_gather_over_a_torus_takes_half_of_an_all_reduce():
     gather = StepTransfer("all-gather", "data", "weights", 1e9, 1)
     for name, chips, axes in (("v5p", 64, 3), ("v6e", 256, 2)):
-        chip, whole = HARDWARE[name], ParallelLayout(data=chips)
+        chip, layout = HARDWARE[name], ParallelLayout(data=chips)
         expected = (chips - 1) / chips * 1e9 / (axes * chip.link_bandwidth)
-        assert seconds(gather, whole, chip) == pytest.approx(expected)
-        assert seconds(gather._replace(kind="all-reduce"), whole, chip) == pytest.approx(
+        assert seconds(gather, layout, chip) == pytest.approx(expected)
+        assert seconds(gather._replace(kind="all-reduce"), layout, chip) == pytest.approx(
             2 * expected
         )
 
@@ -237,7 +255,7 @@ def test_of_a_torus_a_mesh_axis_has_whole_axes_to_itself():
 
 def test_what_a_chip_cannot_hide_is_waited_for():
     layout = ParallelLayout(data=8)
-    found = {
+    predicted_times = {
         kinds: (
             predict(
                 WORK,
@@ -251,22 +269,28 @@ def test_what_a_chip_cannot_hide_is_waited_for():
     sent = predict(WORK, layout, hardware=CHIP, batch_size=8).transfers
 
     def of(kind):
-        return sum(seconds(one, layout, CHIP) for one in sent if one.hidden and one.kind == kind)
+        return sum(
+            seconds(transfer, layout, CHIP)
+            for transfer in sent
+            if transfer.hidden and transfer.kind == kind
+        )
 
-    none, gathers, both = (time.data for time in found.values())
+    none, gathers, both = (time.data for time in predicted_times.values())
     assert none - gathers == pytest.approx(of("all-gather"))
     assert gathers - both == pytest.approx(of("reduce-scatter"))
     assert both < gathers < none
 
 
 def test_gradients_of_micro_batches_come_and_go():
-    one = predict(WORK, ParallelLayout(data=2, placement="ddp"), hardware=CHIP, batch_size=8)
+    single_batch = predict(
+        WORK, ParallelLayout(data=2, placement="ddp"), hardware=CHIP, batch_size=8
+    )
     two = predict(
         WORK, ParallelLayout(data=2, placement="ddp", micro_batches=2), hardware=CHIP, batch_size=8
     )
     # the same activations and products in two halves; weights take less time than products
     moved = 2 * 4 * WORK.num_parameters / CHIP.memory_bandwidth
-    assert two.time.compute - one.time.compute == pytest.approx((2 * 2 - 1) * moved)
+    assert two.time.compute - single_batch.time.compute == pytest.approx((2 * 2 - 1) * moved)
 
 
 def test_time_without_communication_is_flops_over_peak():
@@ -274,12 +298,16 @@ def test_time_without_communication_is_flops_over_peak():
         CHIP, memory_bandwidth=1e30, link_bandwidth=1e30, network_bandwidth=1e30
     )
     for tensor in (1, 2):
-        found = predict(WORK, ParallelLayout(data=2, tensor=tensor), hardware=fast, batch_size=8)
+        prediction = predict(
+            WORK, ParallelLayout(data=2, tensor=tensor), hardware=fast, batch_size=8
+        )
         flops = 3 * (WORK.num_blocks * WORK.block_flops + WORK.ends_flops) * 8
-        assert found.time.total == pytest.approx(flops / (2 * tensor) / 1e12)
-    again = predict(WORK, ParallelLayout(data=2, remat=True), hardware=fast, batch_size=8)
+        assert prediction.time.total == pytest.approx(flops / (2 * tensor) / 1e12)
+    remat_prediction = predict(
+        WORK, ParallelLayout(data=2, remat=True), hardware=fast, batch_size=8
+    )
     assert (
-        again.time.total
+        remat_prediction.time.total
         > predict(WORK, ParallelLayout(data=2), hardware=fast, batch_size=8).time.total
     )
 
@@ -298,14 +326,18 @@ def test_messages_that_are_sent_ahead_hide_behind_passes():
     layout = ParallelLayout(
         pipeline=4, placement="ddp", micro_batches=8, schedule="zero_bubble_v", chunks=2
     )
-    found = predict(WORK, layout, hardware=CHIP, batch_size=8)
-    each = {one: seconds(one, layout, CHIP) for one in found.transfers if one.axis == "pipeline"}
-    messages = sum(time for one, time in each.items() if one.what == "activations")
-    assert found.time.pipeline == pytest.approx(sum(each.values()) - messages)
+    prediction = predict(WORK, layout, hardware=CHIP, batch_size=8)
+    each = {
+        transfer: seconds(transfer, layout, CHIP)
+        for transfer in prediction.transfers
+        if transfer.axis == "pipeline"
+    }
+    messages = sum(time for transfer, time in each.items() if transfer.what == "activations")
+    assert prediction.time.pipeline == pytest.approx(sum(each.values()) - messages)
     fast = predict(
         WORK, layout, hardware=dataclasses.replace(CHIP, link_bandwidth=1e30), batch_size=8
     )
-    assert 0 < found.time.bubble - fast.time.bubble < messages / 2
+    assert 0 < prediction.time.bubble - fast.time.bubble < messages / 2
 
 
 def test_unknown_names_list_the_known_ones():
@@ -378,20 +410,20 @@ def test_hardware_is_plausible_and_has_a_source(name):
 def test_gather_dtype_is_for_fsdp_alone():
     work = SHAPE.workload()
     for placement in ("zero1", "fsdp"):
-        found = predict(
+        prediction = predict(
             work,
             ParallelLayout(data=8, placement=placement, gather_dtype=jnp.bfloat16),
             hardware=CHIP,
             batch_size=8,
         )
-        assert ("gather_dtype" in found.strategy) == (placement == "fsdp")
+        assert ("gather_dtype" in prediction.strategy) == (placement == "fsdp")
 
 
 def test_scatter_dtype_is_for_all_that_scatter():
     plans = so.plan("gpt2", hardware="v5e", chips=8, batch_size=64, scatter_dtype=jnp.bfloat16)
-    for one in plans.ranked:
-        assert getattr(one.strategy.get("reducer"), "dtype", None) == (
-            None if one.layout.placement == "ddp" else jnp.bfloat16
+    for candidate in plans.ranked:
+        assert getattr(candidate.strategy.get("reducer"), "dtype", None) == (
+            None if candidate.layout.placement == "ddp" else jnp.bfloat16
         )
     wide = so.plan(
         "gpt2", hardware="v5e", chips=8, batch_size=64, remat=(True,), placements=("fsdp",)
@@ -403,8 +435,8 @@ def test_scatter_dtype_is_for_all_that_scatter():
         batch_size=64,
     )
 
-    def scattered(one):
-        return [t.bytes for t in one.transfers if t.kind == "reduce-scatter"]
+    def scattered(candidate):
+        return [t.bytes for t in candidate.transfers if t.kind == "reduce-scatter"]
 
     assert scattered(wide) == [2 * size for size in scattered(half)]
     assert half.time.total <= wide.time.total
@@ -422,10 +454,12 @@ def test_long_rows_are_split_over_context_where_rows_are_few():
     assert (
         best.mesh["data"] * best.mesh["context"] * best.mesh["tensor"] * best.mesh["pipeline"] == 64
     )
-    assert best.time.total < min(one.time.total for one in plans.ranked if one.layout.context == 1)
+    assert best.time.total < min(
+        candidate.time.total for candidate in plans.ranked if candidate.layout.context == 1
+    )
     assert "context" in str(plans).splitlines()[1]
     short = so.plan("llama3-8b", hardware="v5p", chips=64, batch_size=128)
-    assert all(one.layout.context == 1 for one in short.ranked)
+    assert all(candidate.layout.context == 1 for candidate in short.ranked)
     assert "context" not in str(short).splitlines()[1]
 
 
@@ -438,19 +472,21 @@ def test_keys_and_values_cross_context_by_the_method_of_attention(heads, size, k
     """
     shape = dataclasses.replace(find_model("llama3-8b"), length=32_768, num_kv_heads=heads)
     placed = place(shape.workload(), ParallelLayout(data=2, context=size), {})
-    found = [one for one in traffic(placed, batch_size=2) if one.axis == "context"]
-    assert {one.kind for one in found} == {kind}
+    transfers = [
+        transfer for transfer in traffic(placed, batch_size=2) if transfer.axis == "context"
+    ]
+    assert {transfer.kind for transfer in transfers} == {kind}
     blocks, T, K = 32, 32_768 // size, 128
     if kind == "all-to-all":
         # queries, keys, values and what is mixed, forwards and backwards
         each = 2 * T * (32 + heads) * K * 2
         assert (
-            sum(one.wire_bytes(placed.layout.sizes) for one in found)
+            sum(transfer.wire_bytes(placed.layout.sizes) for transfer in transfers)
             == 2 * blocks * each * (size - 1) / size
         )
     else:
         keys = 2 * T * heads * K
-        assert sum(one.wire_bytes(placed.layout.sizes) for one in found) == blocks * (
+        assert sum(transfer.wire_bytes(placed.layout.sizes) for transfer in transfers) == blocks * (
             size - 1
         ) * keys * (2 + 2 + 4)
 
@@ -480,11 +516,13 @@ def test_tokens_travel_to_experts_whose_gradients_do_not():
     # 2 rows on a device, 2 experts a token, 2 bytes
     buffer, sizes = 2 * 2 * 256 * 4096 * 2, {"data": 2, "expert": 4}
     for remat, ways in ((False, 4), (True, 5), ("save:qkv", 5)):
-        (tokens,) = (one for one in sent[remat] if one.axis == "expert")
+        (tokens,) = (transfer for transfer in sent[remat] if transfer.axis == "expert")
         assert (tokens.kind, tokens.bytes, tokens.calls) == ("all-to-all", buffer, ways * 4)
         assert tokens.wire_bytes(sizes) == ways * 4 * buffer * 3 / 4
     numbers = 4 * 8 * 4096 * 3 * 1024
-    over = {one.also: one.bytes for one in sent[False] if one.kind == "all-reduce"}
+    over = {
+        transfer.also: transfer.bytes for transfer in sent[False] if transfer.kind == "all-reduce"
+    }
     assert over[()] == 4 * numbers // 4
     assert over[("expert",)] == 4 * (EXPERTS.num_parameters - numbers)
 
@@ -499,18 +537,18 @@ def test_experts_on_devices_are_bytes_and_room_for_the_tokens_that_could_come():
             ParallelLayout(data=2, expert=4, placement="ddp"),
         )
     )
-    experts, rest = 4 * 4 * 8 * 4096 * 3 * 1024, alone.memory.params
-    assert 0 <= rest - shared.memory.params - experts * 3 / 4 < 0.001 * rest
+    experts, params_alone = 4 * 4 * 8 * 4096 * 3 * 1024, alone.memory.params
+    assert 0 <= params_alone - shared.memory.params - experts * 3 / 4 < 0.001 * params_alone
     assert ("^blocks/experts_", "experts") in shared.strategy["rules"]
     # each of 4 devices could get min(2, 2) copies of all tokens where 2 come: 4 times the rows and
     # hidden units
-    more = place(work, shared.layout, {}).workload.residuals.on(1) - work.residuals.on(1)
-    assert more == 3 * 2 * 2 * 256 * (4096 + 2 * 1024)
+    extra_bytes = place(work, shared.layout, {}).workload.residuals.on(1) - work.residuals.on(1)
+    assert extra_bytes == 3 * 2 * 2 * 256 * (4096 + 2 * 1024)
     # hidden units are wide here; where they are narrow, rows that travel are what is most, in
     # chunks too
     narrow = dataclasses.replace(EXPERTS, hidden=64, expert_chunk=64).workload()
-    more = narrow.over_experts(4).working.on(1) - narrow.working.on(1)
+    extra_bytes = narrow.over_experts(4).working.on(1) - narrow.working.on(1)
     # 2 of width D and 6 of width F of 64 tokens, 2 copies each
     held = 2 * 2 * 64 * (2 * 4096 + 6 * 64)
-    assert more == 4 * 6 * 2 * 2 * 64 * 4096 - held
+    assert extra_bytes == 4 * 6 * 2 * 2 * 64 * 4096 - held
     assert "expert" in str(so.plan(EXPERTS, hardware="v5e", chips=8, batch_size=16)).splitlines()[1]

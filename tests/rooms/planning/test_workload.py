@@ -166,11 +166,11 @@ def test_attention_on_a_tpu_is_what_splash_computes():
         )
         for remat, passes in ((False, 1), ("save:attention", 1), (True, 2), ("save:qkv", 2)):
             work, layout = shape.workload(), ParallelLayout(data=8, remat=remat)
-            plain, found = (
+            plain, splash_flops = (
                 step_flops(work, layout, batch_size=8, on_tpu=on_tpu) for on_tpu in (None, shape)
             )
             spared = exact + (exact / 3 if passes == 2 else 0)
-            assert found - plain == pytest.approx(
+            assert splash_flops - plain == pytest.approx(
                 shape.num_layers * (passes * forward + backward - spared), rel=1e-9
             )
 
@@ -215,11 +215,11 @@ def test_what_is_saved_is_not_computed_again():
     full = work.recompute(True)
     assert work.recompute(False) is None
     assert (full.kept.on(1), full.flops, full.tensor_sums) == (0, work.recompute_flops, 1)
-    some = work.recompute("save:attention_out, qkv")
+    partial_saving = work.recompute("save:attention_out, qkv")
     # T D + T (H + 2 G) K numbers of two bytes; both products spared
-    assert some.kept == (2 * 32 * 64, 2 * 32 * (8 + 4) * 8)
-    assert some.flops == full.flops - 2 * 32 * 64 * (64 + (8 + 4) * 8)
-    assert some.tensor_sums == 0
+    assert partial_saving.kept == (2 * 32 * 64, 2 * 32 * (8 + 4) * 8)
+    assert partial_saving.flops == full.flops - 2 * 32 * 64 * (64 + (8 + 4) * 8)
+    assert partial_saving.tensor_sums == 0
     everything = work.remat_choices()[1]
     assert everything == "save:qkv,attention_out,mlp_hidden,attention"
     assert work.recompute(everything).flops == 0

@@ -58,20 +58,25 @@ def test_a_message_says_what_a_mean_over_one_device_does(name, x64):
     @jax.jit
     def both(grads, memory, state):
         message, memory = code.encode(grads, memory)
-        one = jax.tree.map(lambda leaf: leaf[None], (grads, state))
-        found = jax.vmap(lambda g, s: reducer.reduce(g, s, "data"), axis_name="data")(*one)
-        wanted, state = jax.tree.map(lambda leaf: leaf[0], found)
+        stacked_args = jax.tree.map(lambda leaf: leaf[None], (grads, state))
+        result = jax.vmap(lambda g, s: reducer.reduce(g, s, "data"), axis_name="data")(
+            *stacked_args
+        )
+        wanted, state = jax.tree.map(lambda leaf: leaf[0], result)
         return code.decode(message, grads), memory, wanted, state
 
     memory, state = code.init(like), reducer.init(like)
-    given = read = jax.tree.map(np.zeros_like, like)
+    total_grads = read = jax.tree.map(np.zeros_like, like)
     for seed in range(3):
         grads = gradients(seed, np.float64)
-        found, memory, wanted, state = both(grads, memory, state)
-        assert_close(found, wanted, rtol=1e-9, atol=1e-9)
-        given, read = jax.tree.map(np.add, given, grads), jax.tree.map(np.add, read, found)
+        result, memory, wanted, state = both(grads, memory, state)
+        assert_close(result, wanted, rtol=1e-9, atol=1e-9)
+        total_grads, read = (
+            jax.tree.map(np.add, total_grads, grads),
+            jax.tree.map(np.add, read, result),
+        )
     if "feedback" in name:
-        assert_close(jax.tree.map(np.add, read, memory.unsent), given, rtol=0, atol=1e-12)
+        assert_close(jax.tree.map(np.add, read, memory.unsent), total_grads, rtol=0, atol=1e-12)
         lossy = not name.startswith("exact")
         assert (
             any(np.abs(leaf).max(initial=0) > 1e-3 for leaf in jax.tree.leaves(memory.unsent))
@@ -136,12 +141,14 @@ def test_half_precision_and_complex_leaves(name):
     }
     code = reducers.compressor(reducers.error_feedback(PLAIN[name]()))
     message, memory = jax.jit(code.encode)(grads, code.init(grads))
-    found, memory = jax.device_get((jax.jit(code.decode)(message, grads), memory))
-    assert [leaf.dtype for leaf in jax.tree.leaves(found)] == [jnp.complex64, jnp.bfloat16]
+    decoded_grads, memory = jax.device_get((jax.jit(code.decode)(message, grads), memory))
+    assert [leaf.dtype for leaf in jax.tree.leaves(decoded_grads)] == [jnp.complex64, jnp.bfloat16]
     assert [leaf.dtype for leaf in jax.tree.leaves(memory.unsent)] == [jnp.complex64, jnp.float32]
-    whole = jax.tree.map(lambda read, kept: read.astype(kept.dtype) + kept, found, memory.unsent)
-    np.testing.assert_allclose(whole["h"], grads["h"].astype(np.float32), atol=1e-6)
-    np.testing.assert_allclose(whole["c"], grads["c"], atol=1e-6)
+    total_grads = jax.tree.map(
+        lambda read, unsent: read.astype(unsent.dtype) + unsent, decoded_grads, memory.unsent
+    )
+    np.testing.assert_allclose(total_grads["h"], grads["h"].astype(np.float32), atol=1e-6)
+    np.testing.assert_allclose(total_grads["c"], grads["c"], atol=1e-6)
 
 
 def test_refusals():

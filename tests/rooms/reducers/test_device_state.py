@@ -40,19 +40,21 @@ def test_the_stored_form_goes_in_and_out_of_shard_map(mesh_of, draw_gradients):
     stacked = so.transforms.on_mesh(tx, mesh_of(data=4), "data")
     state = stacked.init(params)
     step = stored_step(stacked, mesh_of(data=4), params, state)
-    found = []
+    update_history = []
     for _ in range(2):
         updates, state = step(state, grads)
-        found.append(updates)
+        update_history.append(updates)
 
     def inside(g):
-        one, own = tx.update(g, tx.init(params), params)
-        two, own = tx.update(g, own, params)
-        return [one, two], own
+        first_update, device_state = tx.update(g, tx.init(params), params)
+        two, device_state = tx.update(g, device_state, params)
+        return [first_update, two], device_state
 
-    expected, own = jax.jit(jax.vmap(inside, axis_name="data"))(grads)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b[0], rtol=1e-6), found, expected)
-    memory, expected_memory = state[0].reducer.memory.value, own[0].reducer.memory.value
+    expected, device_state = jax.jit(jax.vmap(inside, axis_name="data"))(grads)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b[0], rtol=1e-6), update_history, expected
+    )
+    memory, expected_memory = state[0].reducer.memory.value, device_state[0].reducer.memory.value
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), memory, expected_memory
     )
@@ -62,11 +64,11 @@ def test_the_stored_form_goes_in_and_out_of_shard_map(mesh_of, draw_gradients):
 
 def test_abstract_parameters_give_the_shapes_of_the_state(mesh_of):
     stacked = so.transforms.on_mesh(chain(), mesh_of(data=4), "data")
-    made = stacked.init({"w": jnp.ones((4, 3))})
+    state = stacked.init({"w": jnp.ones((4, 3))})
     abstract = jax.eval_shape(stacked.init, {"w": jnp.ones((4, 3))})
-    assert jax.tree.structure(made) == jax.tree.structure(abstract)
-    assert [x.shape for x in jax.tree.leaves(made)] == [x.shape for x in jax.tree.leaves(abstract)]
-    assert jax.tree.leaves(made)[0].shape == (4, 4, 3)
+    assert jax.tree.structure(state) == jax.tree.structure(abstract)
+    assert [x.shape for x in jax.tree.leaves(state)] == [x.shape for x in jax.tree.leaves(abstract)]
+    assert jax.tree.leaves(state)[0].shape == (4, 4, 3)
 
 
 def test_the_mesh_and_the_axis_of_a_stacked_state_are_checked(mesh_of):
@@ -88,10 +90,10 @@ def test_a_change_of_axis_size_loses_nothing(
     state = so.transforms.on_mesh(chain(), mesh_of(data=after), "data").resized(state)
     second, state = on_devices(lambda g, state: reducer.reduce(g, state, "data"), after, new, state)
     for name in old:
-        left = state.memory.value[name].mean(0)
+        unsent_mean = state.memory.value[name].mean(0)
         total = np.asarray(old[name]).mean(0) + np.asarray(new[name]).mean(0)
         np.testing.assert_allclose(
-            first[name][0] + second[name][0] + left, total, rtol=1e-12, atol=1e-12
+            first[name][0] + second[name][0] + unsent_mean, total, rtol=1e-12, atol=1e-12
         )
 
 

@@ -117,9 +117,9 @@ def test_int8_is_exact_on_a_grid(size, block, blocks, power, seed, on_devices):
     signs = np.ones(size) if size == 1 else np.resize([1, -1], size)
     codes = mean[None] + (signs[:, None] * off[None] if size > 1 else 0)
     grads = jnp.asarray(codes * 2.0**power, jnp.float32)
-    (found,), _ = on_devices(calls(R.int8(block), 1), size, grads)
+    (reduced_grads,), _ = on_devices(calls(R.int8(block), 1), size, grads)
     np.testing.assert_array_equal(
-        found, np.broadcast_to(mean * 2.0**power, found.shape).astype(np.float32)
+        reduced_grads, np.broadcast_to(mean * 2.0**power, reduced_grads.shape).astype(np.float32)
     )
 
 
@@ -163,7 +163,7 @@ def test_sign_sends_mean_magnitudes_by_block(on_devices):
     "reducer",
     tiered(
         [R.exact(), R.exact(jnp.bfloat16), R.int8(16), R.sign(16)],
-        lambda one: "exact" not in one.name,
+        lambda scheme: "exact" not in scheme.name,
     ),
     ids=lambda reducer: reducer.name,
 )
@@ -260,7 +260,7 @@ def test_power_sgd_treats_each_block_as_a_matrix():
     "reducer",
     tiered(
         [R.exact(jnp.bfloat16), R.int8(64), R.sign(), R.top_k(0.1), R.power_sgd(2)],
-        lambda one: one.name.startswith(("sign", "top_k", "power_sgd")),
+        lambda scheme: scheme.name.startswith(("sign", "top_k", "power_sgd")),
     ),
 )
 def test_over_time_error_feedback_sends_everything(reducer, on_devices, draw_gradients):

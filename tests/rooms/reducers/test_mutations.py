@@ -75,14 +75,17 @@ def lost(reducer, on_devices, draw_gradients):
     """
     grads = draw_gradients([(6, 5), (7,)], 3, dtype=np.float64)
     fed_back = R.error_feedback(reducer)
-    found, state = on_devices(lambda g: fed_back.reduce(g, fed_back.init(g), "data"), 3, grads)
+    reduced_grads, state = on_devices(
+        lambda g: fed_back.reduce(g, fed_back.init(g), "data"), 3, grads
+    )
     missing = [
-        3 * found[n][0] + state.memory.value[n].sum(0) - np.asarray(g).sum(0)
+        3 * reduced_grads[n][0] + state.memory.value[n].sum(0) - np.asarray(g).sum(0)
         for n, g in grads.items()
     ]
     exact = {name: np.asarray(g).mean(0) for name, g in grads.items()}
     errors = [
-        np.linalg.norm(found[name][0] - mean) / np.linalg.norm(mean) for name, mean in exact.items()
+        np.linalg.norm(reduced_grads[name][0] - mean) / np.linalg.norm(mean)
+        for name, mean in exact.items()
     ]
     return max(np.abs(x).max() for x in missing), max(errors)
 
@@ -91,8 +94,8 @@ def lost(reducer, on_devices, draw_gradients):
     ("mutate", "reducer"), MUTATIONS, ids=lambda x: getattr(x, "__name__", None) or x.name
 )
 def test_the_laws_notice(mutate, reducer, on_devices, draw_gradients, x64):
-    whole, near = lost(reducer, on_devices, draw_gradients)
-    assert whole <= 1e-12
+    intact_loss, near = lost(reducer, on_devices, draw_gradients)
+    assert intact_loss <= 1e-12
     with pytest.MonkeyPatch.context() as patch:
         mutate(patch)
         broken, far = lost(reducer, on_devices, draw_gradients)

@@ -32,10 +32,10 @@ by_name = pytest.mark.parametrize("reducer", FED_BACK, ids=lambda one: one.name)
 def tiered_by_name(*names):
     """Return the reducers with error feedback; those with such a name run by default."""
 
-    def is_quick(one):
-        return any(name in one.name for name in names)
+    def is_quick(scheme):
+        return any(name in scheme.name for name in names)
 
-    return tiered(FED_BACK, is_quick, ids=lambda one: one.name)
+    return tiered(FED_BACK, is_quick, ids=lambda scheme: scheme.name)
 
 
 def mixed(size):
@@ -72,9 +72,11 @@ def test_vmap_pmap_and_shard_map_agree(reducer, ways, draw_gradients):
         for name, way in ways.items()
     }
     reference = results.pop("vmap")
-    for found in results.values():
+    for way_result in results.values():
         jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, reference
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+            way_result,
+            reference,
         )
 
 
@@ -115,8 +117,8 @@ def test_a_non_finite_gradient_reaches_the_mean_and_no_memory(reducer, ways, dra
     "reducer",
     tiered(
         [R.int8(), R.sign(), R.exact(jnp.bfloat16)],
-        lambda one: "int8" in one.name,
-        ids=lambda one: one.name,
+        lambda scheme: "int8" in scheme.name,
+        ids=lambda scheme: scheme.name,
     ),
 )
 def test_several_axes_are_one(reducer, mesh_of, on_devices, draw_gradients):

@@ -52,31 +52,31 @@ AGAIN = ("exact()", "int8(block_size=7)", "sign(block_size=1024)", "power_sgd(ra
 @pytest.mark.parametrize(
     ("reducer", "size"),
     tiered(
-        [(one, size) for one in REDUCERS for size in (3, 8)],
+        [(tested_reducer, size) for tested_reducer in REDUCERS for size in (3, 8)],
         lambda row: row[0].name not in AGAIN and row[1] == 3,
         ids=lambda row: f"{row[0].name}-{row[1]}",
     ),
 )
 def test_the_compiled_program_sends_what_was_stated(reducer, size, mesh_of):
     """On three devices, which divide nothing, with error feedback; on eight without."""
-    one = R.error_feedback(reducer) if size == 3 else reducer
-    found = audited(one, mesh_of(data=size), ODD)
-    assert found.total_wire_bytes == one.wire_bytes(ODD, size), f"{found}"
-    assert {collective.axes for collective in found.collectives} == {("data",)}
+    tested_reducer = R.error_feedback(reducer) if size == 3 else reducer
+    audit = audited(tested_reducer, mesh_of(data=size), ODD)
+    assert audit.total_wire_bytes == tested_reducer.wire_bytes(ODD, size), f"{audit}"
+    assert {collective.axes for collective in audit.collectives} == {("data",)}
 
 
 @pytest.mark.parametrize(
     "reducer",
     tiered(
         [R.int8(), R.exact(), R.top_k(0.1)],
-        lambda one: "int8" in one.name,
-        ids=lambda one: one.name,
+        lambda scheme: "int8" in scheme.name,
+        ids=lambda scheme: scheme.name,
     ),
 )
 def test_two_axes_send_what_one_of_their_size_does(reducer, mesh_of):
-    found = audited(reducer, mesh_of(replica=2, data=2), ODD, ("replica", "data"))
-    assert found.total_wire_bytes == reducer.wire_bytes(ODD, 4)
-    assert {collective.axes for collective in found.collectives} == {("replica", "data")}
+    audit = audited(reducer, mesh_of(replica=2, data=2), ODD, ("replica", "data"))
+    assert audit.total_wire_bytes == reducer.wire_bytes(ODD, 4)
+    assert {collective.axes for collective in audit.collectives} == {("replica", "data")}
 
 
 def test_nothing_is_sent_to_nobody(mesh_of):
@@ -97,9 +97,15 @@ def test_nothing_is_sent_to_nobody(mesh_of):
 def test_what_crosses_is_compact(reducer, kinds, mesh_of):
     """Whatever is fp32 is small: scales, or the chosen values."""
     grads = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
-    found = audited(reducer, mesh_of(data=4), grads)
-    assert {shape.split("[")[0] for one in found.collectives for shape in one.shapes} == kinds
-    floats = [one.bytes for one in found.collectives if one.shapes[0].startswith("f32")]
+    audit = audited(reducer, mesh_of(data=4), grads)
+    assert {
+        shape.split("[")[0] for collective in audit.collectives for shape in collective.shapes
+    } == kinds
+    floats = [
+        collective.bytes
+        for collective in audit.collectives
+        if collective.shapes[0].startswith("f32")
+    ]
     assert all(size <= 0.05 * 4 * (64 * 64 + 64) for size in floats)
 
 
@@ -145,16 +151,16 @@ def test_power_sgd_on_the_gpt_is_its_formula(gpt_params):
 
 
 def test_the_gpt_compiles_to_those_bytes(gpt_params, mesh_of):
-    found = audited(R.int8(), mesh_of(data=4), gpt_params)
-    assert found.total_wire_bytes == R.int8().wire_bytes(gpt_params, 4)
+    audit = audited(R.int8(), mesh_of(data=4), gpt_params)
+    assert audit.total_wire_bytes == R.int8().wire_bytes(gpt_params, 4)
 
 
 def test_leaves_travel_in_buckets(mesh_of, monkeypatch):
     many = {f"leaf{i}": jnp.ones((30, 10)) for i in range(7)}
-    found = audited(R.int8(), mesh_of(data=4), many)
-    assert [one.kind for one in found.collectives] == ["all-to-all"] * 2 + ["all-gather"] * 2, (
-        "codes and scales"
-    )
+    audit = audited(R.int8(), mesh_of(data=4), many)
+    assert [collective.kind for collective in audit.collectives] == ["all-to-all"] * 2 + [
+        "all-gather"
+    ] * 2, "codes and scales"
     monkeypatch.setattr(mean, "BUCKET_ELEMENTS", 1000)
     assert [bucket.size for bucket in mean.buckets_of([300] * 7, ["fp32"] * 7)] == [900, 900, 300]
     assert R.int8().wire_bytes(many, 4) == audited(R.int8(), mesh_of(data=4), many).total_wire_bytes

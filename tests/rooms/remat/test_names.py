@@ -114,8 +114,8 @@ AGAIN = {
 @pytest.mark.parametrize(
     "strategy", [pytest.param(so.ddp, marks=pytest.mark.slow), so.fsdp], ids=["ddp", "fsdp"]
 )
-@pytest.mark.parametrize(("remat", "again"), tiered(AGAIN.items(), lambda row: row[0] == "full"))
-def test_a_value_that_is_kept_is_not_computed_again(strategy, remat, again, mesh_of):
+@pytest.mark.parametrize(("remat", "repeats"), tiered(AGAIN.items(), lambda row: row[0] == "full"))
+def test_a_value_that_is_kept_is_not_computed_again(strategy, remat, repeats, mesh_of):
     """Of the six products of a block the backward pass of "full" repeats five: nothing reads what
     the last one makes.
     """
@@ -125,19 +125,19 @@ def test_a_value_that_is_kept_is_not_computed_again(strategy, remat, again, mesh
 
     def repeated(remat):
         opt = strategy(TX, mesh_of(data=2), gpt.model(config, remat=remat))
-        return products(opt, shapes, batch) - least
+        return products(opt, shapes, batch) - baseline
 
-    least = 0
-    least = repeated(None)
-    assert repeated(remat) == again
+    baseline = 0
+    baseline = repeated(None)
+    assert repeated(remat) == repeats
 
 
 def test_nothing_else_is_kept():
-    given = {
+    block_params = {
         name: jax.ShapeDtypeStruct(leaf.shape[1:], jnp.float32)
         for name, leaf in params_of()["blocks"].items()
     }
-    leaves, treedef = jax.tree.flatten(given)
+    leaves, treedef = jax.tree.flatten(block_params)
     x = jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)
 
     def kept(remat):
@@ -215,7 +215,8 @@ def test_kernels_and_host_memory_on_tpu(tensor):
         report("full"),
     )
     kernels = [
-        re.findall(r"%splash_(\w+?)[.\d]* = .* custom-call\(", one.text) for one in (save, full)
+        re.findall(r"%splash_(\w+?)[.\d]* = .* custom-call\(", program.text)
+        for program in (save, full)
     ]
     assert kernels == [["forward", "backward"], ["forward", "forward", "backward"]]
     in_host_memory = "S(5)"

@@ -38,32 +38,32 @@ def bent(x):
 bent.defjvp(lambda primals, tangents: (bent(*primals), 5 * tangents[0]))
 
 
-def scanned(given, x):
-    w, _ = given
+def scanned(params, x):
+    w, _ = params
     rows, _ = jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x[0], None, length=3)
     return [rows]
 
 
-def unrolled(given, x):
-    w, _ = given
+def unrolled(params, x):
+    w, _ = params
     rows, _ = jax.lax.scan(
         lambda h, s: (jnp.tanh(h @ w * s), h.sum()), x[0], jnp.arange(3.0), unroll=True
     )
     return [rows]
 
 
-def checkpointed(given, x):
-    w, b = given
+def checkpointed(params, x):
+    w, b = params
     return [x[0] + jax.checkpoint(lambda x, w: jnp.tanh(jnp.tanh(x @ w) @ w))(x[0], w) * b]
 
 
-def branching(given, x):
-    w, b = given
+def branching(params, x):
+    w, b = params
     return [jax.lax.cond(b > 0, lambda x: jnp.tanh(x @ w), lambda x: x @ w.T, x[0])]
 
 
-def looping(given, x):
-    w, b = given
+def looping(params, x):
+    w, b = params
     return [jax.lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ w) * b + i, x[0])]
 
 
@@ -104,25 +104,25 @@ BLOCKS = {
 
 def example():
     draw = np.random.default_rng(0)
-    given = [jnp.asarray(draw.normal(size=(WIDTH, WIDTH))), jnp.asarray(0.7)]
+    params = [jnp.asarray(draw.normal(size=(WIDTH, WIDTH))), jnp.asarray(0.7)]
     return (
-        given,
+        params,
         [jnp.asarray(draw.normal(size=(ROWS, WIDTH)))],
         [jnp.asarray(draw.normal(size=(ROWS, WIDTH)))],
     )
 
 
-def check(f, given, x, dy, trained):
+def check(f, params, x, dy, trained):
     """Compare every way through the passes with jax.vjp."""
     floating = [i for i, leaf in enumerate(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
     def plain(weights, inputs):
-        here, there = list(given), list(x)
+        new_params, new_inputs = list(params), list(x)
         for place, w in zip(trained, weights, strict=True):
-            here[place] = w
-        for place, one in zip(floating, inputs, strict=True):
-            there[place] = one
-        y = f(here, there)
+            new_params[place] = w
+        for place, entry in zip(floating, inputs, strict=True):
+            new_inputs[place] = entry
+        y = f(new_params, new_inputs)
         return [y[i] for i in floating], y
 
     @jax.jit
@@ -130,26 +130,26 @@ def check(f, given, x, dy, trained):
         _, vjp, y = jax.vjp(plain, weights, inputs, has_aux=True)
         return vjp(dy), y
 
-    (dw, dx), y = at_once([given[i] for i in trained], [x[i] for i in floating], dy)
-    passes = split_backward(f, given, x, trained=trained)
-    for one in (passes, rematerialised(passes, x)):
+    (dw, dx), y = at_once([params[i] for i in trained], [x[i] for i in floating], dy)
+    passes = split_backward(f, params, x, trained=trained)
+    for entry in (passes, rematerialised(passes, x)):
 
         @jax.jit
-        def run(given, x, dy, one=one):
-            found, residuals = one.forward(given, x)
+        def run(params, x, dy, entry=entry):
+            outputs, residuals = entry.forward(params, x)
             assert [(k.shape, k.dtype) for k in residuals] == [
-                (k.shape, k.dtype) for k in one.residuals
+                (k.shape, k.dtype) for k in entry.residuals
             ]
-            dx, deferred = one.backward(given, residuals, dy)
+            dx, deferred = entry.backward(params, residuals, dy)
             assert [(k.shape, k.dtype) for k in deferred] == [
-                (k.shape, k.dtype) for k in one.deferred
+                (k.shape, k.dtype) for k in entry.deferred
             ]
-            dw = one.weight(given, [residuals[i] for i in one.weight_residuals], deferred)
-            return found, dx, dw, one.both(given, residuals, dy)
+            dw = entry.weight(params, [residuals[i] for i in entry.weight_residuals], deferred)
+            return outputs, dx, dw, entry.both(params, residuals, dy)
 
-        found, its_dx, its_dw, both = run(given, x, dy)
+        outputs, its_dx, its_dw, both = run(params, x, dy)
         close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-14)
-        for a, b in zip([*found, *its_dx, *its_dw], [*y, *dx, *dw], strict=True):
+        for a, b in zip([*outputs, *its_dx, *its_dw], [*y, *dx, *dw], strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
             close(a, b)
         for a, b in zip([*both[0], *both[1]], [*dx, *dw], strict=True):
@@ -176,27 +176,27 @@ def test_some_of_the_weights(trained, x64):
 def test_integer_leaves_of_what_travels_and_of_the_weights(x64):
     (w, b), (x,), (dy,) = example()
 
-    def f(given, x):
-        w, b, table, mask = given
+    def f(params, x):
+        w, b, table, mask = params
         h = jnp.where(mask[x[1]][:, None], jnp.tanh(x[0] @ w), x[0]) * b
         return [h, (x[1] + table) % 4, x[2] + h[:, 0]]
 
-    given = [w, b, jnp.int32(1), jnp.array([True, False, True, True])]
+    params = [w, b, jnp.int32(1), jnp.array([True, False, True, True])]
     travels = [x, jnp.array([0, 1, 3], jnp.int32), jnp.ones(ROWS)]
-    passes = check(f, given, travels, [dy, jnp.arange(3.0)], trained=[0, 1])
-    assert not [one for one in passes.deferred if jnp.issubdtype(one.dtype, jnp.integer)]
+    passes = check(f, params, travels, [dy, jnp.arange(3.0)], trained=[0, 1])
+    assert not [leaf for leaf in passes.deferred if jnp.issubdtype(leaf.dtype, jnp.integer)]
 
 
 def test_half_precision(x64):
-    given, x, dy = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), example())
-    check(BLOCKS["residual"], given, x, dy, trained=[0, 1])
+    params, x, dy = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), example())
+    check(BLOCKS["residual"], params, x, dy, trained=[0, 1])
 
 
 def test_complex_numbers(x64):
-    given, x, dy = jax.tree.map(
+    params, x, dy = jax.tree.map(
         lambda leaf: leaf + 1j * leaf[..., ::-1] if leaf.ndim else leaf, example()
     )
-    check(BLOCKS["residual"], given, x, dy, trained=[0])
+    check(BLOCKS["residual"], params, x, dy, trained=[0])
 
 
 def count(f, *args, primitive="dot_general"):
@@ -206,25 +206,25 @@ def count(f, *args, primitive="dot_general"):
 
 def test_each_inner_product_runs_once(x64):
     """Two products forwards, two more for the input, two more for the weights: none of them twice."""
-    given, x, dy = example()
+    params, x, dy = example()
 
     def mlp(g, x):
         return [x[0] + jnp.tanh(x[0] @ g[0]) @ g[1]]
 
-    given = [given[0], given[0].T]
-    passes = split_backward(mlp, given, x, trained=[0, 1])
-    _, residuals = passes.forward(given, x)
-    _, deferred = passes.backward(given, residuals, dy)
-    assert count(passes.forward, given, x) == 2
-    assert count(passes.backward, given, residuals, dy) == 2
+    params = [params[0], params[0].T]
+    passes = split_backward(mlp, params, x, trained=[0, 1])
+    _, residuals = passes.forward(params, x)
+    _, deferred = passes.backward(params, residuals, dy)
+    assert count(passes.forward, params, x) == 2
+    assert count(passes.backward, params, residuals, dy) == 2
     assert (
-        count(passes.weight, given, [residuals[i] for i in passes.weight_residuals], deferred) == 2
+        count(passes.weight, params, [residuals[i] for i in passes.weight_residuals], deferred) == 2
     )
-    assert count(passes.both, given, residuals, dy) == 4
-    again = rematerialised(passes, x)
-    _, deferred = again.backward(given, x, dy)
-    assert count(again.backward, given, x, dy) >= 3
-    assert count(again.weight, given, [], deferred) == 2
+    assert count(passes.both, params, residuals, dy) == 4
+    remat_passes = rematerialised(passes, x)
+    _, deferred = remat_passes.backward(params, x, dy)
+    assert count(remat_passes.backward, params, x, dy) >= 3
+    assert count(remat_passes.weight, params, [], deferred) == 2
 
 
 def test_no_weight_is_kept_nor_what_follows_from_weights_alone(x64):
@@ -235,18 +235,18 @@ def test_no_weight_is_kept_nor_what_follows_from_weights_alone(x64):
         return [x[0] @ jnp.tanh(g[0]) @ jnp.exp(g[0].T) * jax.random.uniform(jax.random.key(g[1]))]
 
     passes = split_backward(f, [big, jnp.int32(3)], x, trained=[0])
-    sizes = [one.size for one in (*passes.residuals, *passes.deferred)]
+    sizes = [residual.size for residual in (*passes.residuals, *passes.deferred)]
     assert max(sizes) < big.size
-    assert sum(one.size for one in passes.residuals) <= ROWS * (WIDTH + 50 * WIDTH)
+    assert sum(residual.size for residual in passes.residuals) <= ROWS * (WIDTH + 50 * WIDTH)
     check(f, [big, jnp.int32(3)], x, dy, trained=[0])
 
 
 def test_elementwise_results_are_not_kept(x64):
-    given, x, _ = example()
+    params, x, _ = example()
     passes = split_backward(
-        lambda g, x: [jnp.tanh(jnp.sin(jnp.exp(x[0] @ g[0])) * 3 + 1)], given, x, trained=[0]
+        lambda g, x: [jnp.tanh(jnp.sin(jnp.exp(x[0] @ g[0])) * 3 + 1)], params, x, trained=[0]
     )
-    assert [one.shape for one in passes.residuals] == [(ROWS, WIDTH)] * 2  # x, and x @ w
+    assert [residual.shape for residual in passes.residuals] == [(ROWS, WIDTH)] * 2  # x, and x @ w
 
 
 def test_a_product_inside_a_jit_is_taken_apart_too(x64):
@@ -254,17 +254,17 @@ def test_a_product_inside_a_jit_is_taken_apart_too(x64):
 
     Left whole, both gradients of what stands in one would be computed at once.
     """
-    given, x, dy = example()
+    params, x, dy = example()
 
     def f(g, x):
         return [jax.jit(lambda x, w: jax.nn.gelu(x @ w))(x[0], g[0])]
 
-    passes = split_backward(f, given, x, trained=[0])
-    _, residuals = passes.forward(given, x)
-    _, deferred = passes.backward(given, residuals, dy)
-    assert count(passes.backward, given, residuals, dy) == 1
+    passes = split_backward(f, params, x, trained=[0])
+    _, residuals = passes.forward(params, x)
+    _, deferred = passes.backward(params, residuals, dy)
+    assert count(passes.backward, params, residuals, dy) == 1
     assert (
-        count(passes.weight, given, [residuals[i] for i in passes.weight_residuals], deferred) == 1
+        count(passes.weight, params, [residuals[i] for i in passes.weight_residuals], deferred) == 1
     )
 
 
@@ -273,8 +273,8 @@ def test_a_checkpoint_is_taken_apart_unless_it_would_repeat_a_product(x64):
 
     Whole, the weight's gradient would be computed early, and kept.
     """
-    given, x, dy = example()
-    given = [given[0], given[0].T]
+    params, x, dy = example()
+    params = [params[0], params[0].T]
 
     def products(f, *args):
         return str(jax.make_jaxpr(f)(*args)).count("dot_general[")
@@ -283,36 +283,36 @@ def test_a_checkpoint_is_taken_apart_unless_it_would_repeat_a_product(x64):
         def f(g, x):
             return [x[0] + jax.checkpoint(within)(x[0] @ g[0], g[1])]
 
-        passes = check(f, given, x, dy, trained=[0, 1])
-        _, residuals = passes.forward(given, x)
-        _, deferred = passes.backward(given, residuals, dy)
-        kept = [residuals[i] for i in passes.weight_residuals]
+        passes = check(f, params, x, dy, trained=[0, 1])
+        _, residuals = passes.forward(params, x)
+        _, deferred = passes.backward(params, residuals, dy)
+        weight_residuals = [residuals[i] for i in passes.weight_residuals]
         return (
-            products(passes.backward, given, residuals, dy),
-            products(passes.weight, given, kept, deferred),
+            products(passes.backward, params, residuals, dy),
+            products(passes.weight, params, weight_residuals, deferred),
             deferred,
         )
 
     backward, weight, deferred = made(lambda h, w: jax.nn.silu(h) @ w)
     assert (backward, weight) == (2, 2)
-    assert [one.shape for one in deferred] == [(ROWS, WIDTH)] * 2  # of both products; no weight's
+    assert [leaf.shape for leaf in deferred] == [(ROWS, WIDTH)] * 2  # of both products; no weight's
     backward, weight, _ = made(lambda h, w: jnp.tanh(jnp.tanh(h @ w) @ w))
     assert weight == 1
 
 
 def test_effects_run_once_per_forward(x64, capfd):
-    given, x, dy = example()
+    params, x, dy = example()
 
     def f(g, x):
         jax.debug.print("seen")
         return [jnp.tanh(x[0] @ g[0])]
 
-    passes = split_backward(f, given, x, trained=[0])
-    _, residuals = jax.jit(passes.forward)(given, x)
+    passes = split_backward(f, params, x, trained=[0])
+    _, residuals = jax.jit(passes.forward)(params, x)
     jax.effects_barrier()
     assert capfd.readouterr().out == "seen\n"
-    _, deferred = jax.jit(passes.backward)(given, residuals, dy)
-    jax.jit(passes.weight)(given, [residuals[i] for i in passes.weight_residuals], deferred)
-    jax.jit(passes.both)(given, residuals, dy)
+    _, deferred = jax.jit(passes.backward)(params, residuals, dy)
+    jax.jit(passes.weight)(params, [residuals[i] for i in passes.weight_residuals], deferred)
+    jax.jit(passes.both)(params, residuals, dy)
     jax.effects_barrier()
     assert capfd.readouterr().out == ""

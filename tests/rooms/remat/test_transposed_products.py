@@ -51,7 +51,7 @@ def returned_twice(a, b):
 
 
 @pytest.mark.parametrize(
-    ("f", "left"),
+    ("f", "transposes"),
     [
         (swapped, 0),
         (no_batch, 0),
@@ -61,22 +61,25 @@ def returned_twice(a, b):
         (batch_behind, 1),
         (read_twice, 1),
     ],
-    ids=lambda one: getattr(one, "__name__", ""),
+    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_transposes_that_are_left(f, left, x64):
+def test_transposes_that_are_left(f, transposes, x64):
     closed = jax.make_jaxpr(f)(A, B)
-    found = without_transposes(closed.jaxpr)
+    new_jaxpr = without_transposes(closed.jaxpr)
     assert str(closed.jaxpr).count("transpose[") == 1
-    assert (str(found).count("transpose["), str(found).count("dot_general[")) == (left, 1)
-    results = jax.core.eval_jaxpr(found, closed.consts, A, B)
+    assert (str(new_jaxpr).count("transpose["), str(new_jaxpr).count("dot_general[")) == (
+        transposes,
+        1,
+    )
+    results = jax.core.eval_jaxpr(new_jaxpr, closed.consts, A, B)
     for a, b in zip(results, jax.tree.leaves(f(A, B)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
 
 
 def test_each_keeps_its_precision():
-    found = without_transposes(jax.make_jaxpr(swapped)(A, B).jaxpr)
-    assert found.eqns[0].params["precision"] == HIGH_LOW[::-1]
-    assert found.eqns[0].invars == found.invars[::-1]
+    new_jaxpr = without_transposes(jax.make_jaxpr(swapped)(A, B).jaxpr)
+    assert new_jaxpr.eqns[0].params["precision"] == HIGH_LOW[::-1]
+    assert new_jaxpr.eqns[0].invars == new_jaxpr.invars[::-1]
 
 
 def test_where_the_result_lies_follows_its_dims():
@@ -86,8 +89,10 @@ def test_where_the_result_lies_follows_its_dims():
     a, b = A[0, 0].T, B[0, :, :, 0]
     with jax.set_mesh(mesh):
         closed = jax.make_jaxpr(lambda a, b: jax.lax.dot(a, b, out_sharding=rows).T)(a, b)
-        found = without_transposes(closed.jaxpr)
-        assert found.eqns[0].params["out_sharding"].spec == jax.sharding.PartitionSpec(None, "one")
-        assert jax.eval_shape(lambda *args: jax.core.eval_jaxpr(found, closed.consts, *args), a, b)[
-            0
-        ].shape == (6, 5)
+        new_jaxpr = without_transposes(closed.jaxpr)
+        assert new_jaxpr.eqns[0].params["out_sharding"].spec == jax.sharding.PartitionSpec(
+            None, "one"
+        )
+        assert jax.eval_shape(
+            lambda *args: jax.core.eval_jaxpr(new_jaxpr, closed.consts, *args), a, b
+        )[0].shape == (6, 5)

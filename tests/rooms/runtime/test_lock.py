@@ -49,11 +49,11 @@ def holder(tmp_path):
     """
     processes, forks = [], []
 
-    def start(what):
+    def start(mode):
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""}
         # jax warns of every fork
-        command = [sys.executable, "-W", "ignore", "-c", HOLDER, str(tmp_path), what]
+        command = [sys.executable, "-W", "ignore", "-c", HOLDER, str(tmp_path), mode]
         processes.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
         )

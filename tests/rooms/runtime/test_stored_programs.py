@@ -179,17 +179,17 @@ def test_programs_that_no_run_has_read_for_a_month_go_and_others_stay(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    "left",
+    "num_bytes",
     [pytest.param(0, marks=pytest.mark.slow), 10, pytest.param(200, marks=pytest.mark.slow)],
 )
 def test_a_program_that_a_killed_process_left_half_written_is_stored_again(
-    tmp_path, without_cache, left
+    tmp_path, without_cache, num_bytes
 ):
     with stored_programs("run", tmp_path):
         compile_something(5.5)
     entries = list(tmp_path.glob("*-cache"))
     for path in entries:
-        path.write_bytes(path.read_bytes()[:left])
+        path.write_bytes(path.read_bytes()[:num_bytes])
     jax.clear_caches()
     with stored_programs("run", tmp_path):
         assert not list(tmp_path.glob("*-cache"))

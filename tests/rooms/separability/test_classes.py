@@ -66,12 +66,12 @@ def test_the_oracle_sees_what_only_the_gradient_shows():
 def test_the_oracle_sees_behind_zeros():
     row = CLASSES["degrees"]["hidden behind zeros"]
     batch = batch_of(row.rows)
-    whole, half = (jax.tree.map(lambda x, rows=rows: x[:rows], batch) for rows in (8, 4))
+    whole_batch, half = (jax.tree.map(lambda x, rows=rows: x[:rows], batch) for rows in (8, 4))
     other = jax.tree.map(lambda x: x[4:], batch)
     with as_users_have_it():
         value, parts = (
-            row.loss_fn(PARAMS, whole),
-            [row.loss_fn(PARAMS, one) for one in (half, other)],
+            row.loss_fn(PARAMS, whole_batch),
+            [row.loss_fn(PARAMS, piece) for piece in (half, other)],
         )
     assert (
         abs(float(value) - sum(float(part) for part in parts) / 2) < 1e-12

@@ -105,9 +105,9 @@ def carried(used, made):
     return loss
 
 
-def twice(made):
+def twice(key_maker):
     """Return a loss that draws from a key for each row, and from what `made` makes of it."""
-    return lambda p, b, rng: jnp.mean(uniform(rng, (rows(b),)) * uniform(made(rng)))
+    return lambda p, b, rng: jnp.mean(uniform(rng, (rows(b),)) * uniform(key_maker(rng)))
 
 
 REUSED = {
@@ -222,9 +222,9 @@ def expectations(loss_fn, draws=1 << 17):
 
     def both(key):
         keys = jax.random.split(key, 3)
-        whole = parts(keys[0], 0, 8)
+        whole_sums = parts(keys[0], 0, 8)
         pieces = [parts(keys[1], 0, 4), parts(keys[2], 4, 4)]
-        return whole[0] / whole[1], sum(x for x, _ in pieces) / sum(x for _, x in pieces)
+        return whole_sums[0] / whole_sums[1], sum(x for x, _ in pieces) / sum(x for _, x in pieces)
 
     with as_users_have_it():
         values = jax.jit(jax.vmap(both))(jax.random.split(jax.random.key(1), draws))
@@ -248,9 +248,9 @@ def test_draws_for_each_row_and_shared_factors_of_a_mean_are_accepted(name):
     tiered(sorted((SHARED.keys() | OWN.keys()) - UNBIASED), lambda name: name == "a masking rate"),
 )
 def test_labels_of_draws_are_those_of_many_keys(name):
-    (whole, error), (pieces, other_error) = expectations({**SHARED, **OWN}[name])
-    deviations = abs(whole - pieces) / np.hypot(error, other_error)
-    assert deviations < 4 if name in OWN else deviations > 6, (whole, pieces, deviations)
+    (whole_loss, error), (pieces, other_error) = expectations({**SHARED, **OWN}[name])
+    deviations = abs(whole_loss - pieces) / np.hypot(error, other_error)
+    assert deviations < 4 if name in OWN else deviations > 6, (whole_loss, pieces, deviations)
 
 
 @pytest.mark.fast

@@ -87,6 +87,6 @@ def test_ten_thousand_programs(start, capsys):
 
 @pytest.mark.fast
 def test_a_seed_is_one_program():
-    first, again = random_loss(7), random_loss(7)
-    assert str(first) == str(again)
+    first, duplicate = random_loss(7), random_loss(7)
+    assert str(first) == str(duplicate)
     assert len({random_loss(seed).source for seed in range(20)}) > 18

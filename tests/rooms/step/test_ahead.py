@@ -84,8 +84,10 @@ before = held()
 trim_malloc()
 print(before - held())
 """
-    given = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert int(given.stdout) > 100e6
+    process = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
+    assert int(process.stdout) > 100e6
 
 
 def test_without_malloc_trim_nothing_happens(monkeypatch):

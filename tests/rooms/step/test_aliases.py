@@ -83,12 +83,12 @@ def test_a_batch_may_hold_an_array_of_the_state(mesh_of):
         optax.sgd(0.1), mesh := mesh_of(data=2), from_reference, rules=rules, min_shard_elements=8
     )
     state = opt.init({**PARAMS, "rows": X})
-    for where in (
+    for sharding in (
         state.params["rows"].sharding,
         NamedSharding(mesh, P("data")),
         NamedSharding(mesh, P()),
     ):
-        rows = jax.device_put(state.params["rows"], where)
+        rows = jax.device_put(state.params["rows"], sharding)
         state, _ = opt.step(state, {"x": rows})
         np.testing.assert_array_equal(rows, X)
         np.testing.assert_array_equal(state.params["rows"], X)

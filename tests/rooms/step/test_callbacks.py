@@ -94,18 +94,18 @@ def test_debug_nans_names_the_line_of_the_loss(make, mesh_of):
 
     opt = make(optax.sgd(0.1), mesh_of(data=2), loss_fn, **(FSDP if make is so.fsdp else {}))
     state = opt.init(PARAMS)
-    with jax.debug_nans(True), pytest.raises(FloatingPointError) as found:
+    with jax.debug_nans(True), pytest.raises(FloatingPointError) as error:
         jax.block_until_ready(opt.step(state, X))
-    lines = [str(one.statement) for one in found.traceback if one.name == "loss_fn"]
+    lines = [str(frame.statement) for frame in error.traceback if frame.name == "loss_fn"]
     assert lines
     assert "jnp.log" in lines[-1]
 
 
-def constrained_by(where):
+def constrained_by(sharding):
     """A loss and a `BlockModel`, that place what is within a block over tensor."""
 
     def within(w, x):
-        return x + jnp.tanh(jax.lax.with_sharding_constraint(x @ w["kernel"], where))
+        return x + jnp.tanh(jax.lax.with_sharding_constraint(x @ w["kernel"], sharding))
 
     def loss_fn(params, batch):
         x = batch @ params["in"]

@@ -45,9 +45,9 @@ def test_state_waits_on_the_host_and_values_are_the_same(strategy, mesh_of, tmp_
     assert kinds(restored.opt_state) == {"pinned_host"}
     same_bits(restored, states[0])
     so.save(tmp_path / "again", offloaded.step(restored, CASE.batches[0])[0])
-    again = so.restore(tmp_path / "again", plain)
-    assert kinds(again.opt_state) == {"device"}
-    same_bits(again, plain.step(states[0], CASE.batches[0])[0])
+    resumed_state = so.restore(tmp_path / "again", plain)
+    assert kinds(resumed_state.opt_state) == {"device"}
+    same_bits(resumed_state, plain.step(states[0], CASE.batches[0])[0])
 
 
 BLOCKS = so.BlockModel(
@@ -78,7 +78,7 @@ STREAMS = {
 @pytest.mark.parametrize(
     ("strategy", "name"),
     tiered(
-        [(one, name) for one in ("fsdp", "zero1") for name in STREAMS],
+        [(placement, name) for placement in ("fsdp", "zero1") for name in STREAMS],
         lambda row: row == ("fsdp", "clipped"),
     ),
 )

@@ -66,12 +66,12 @@ def trained(params, batches, *, data, replica, micro_batches, each_rounded, is_r
                     for g in jax.tree.leaves(grad(treedef.unflatten(leaves), rows))
                 ]
                 grads = [
-                    rounded(g) if each_rounded and one else g
-                    for g, one in zip(grads, is_rounded, strict=True)
+                    rounded(g) if each_rounded and flag else g
+                    for g, flag in zip(grads, is_rounded, strict=True)
                 ]
                 mine = [a + b for a, b in zip(mine, grads, strict=True)]
             if not each_rounded:
-                mine = [rounded(g) if one else g for g, one in zip(mine, is_rounded, strict=True)]
+                mine = [rounded(g) if flag else g for g, flag in zip(mine, is_rounded, strict=True)]
             total = [a + b for a, b in zip(total, mine, strict=True)]
         moments = [MOMENTUM * a + b for a, b in zip(moments, total, strict=True)]
         leaves = [p - RATE * m for p, m in zip(leaves, moments, strict=True)]
@@ -112,21 +112,21 @@ def test_equals_one_device_that_rounds_what_is_sent(strategy, sizes, micro_batch
             state, _ = opt.step(state, batch)
         return state.params, opt
 
-    found, opt = run(jnp.bfloat16)
+    trained_params, opt = run(jnp.bfloat16)
     is_rounded = ["data" in tuple(row.opt_state) for row in opt.config.report().rows]
-    where = {
+    split_options = {
         "data": sizes["data"],
         "replica": sizes.get("replica", 1),
         "micro_batches": micro_batches,
     }
     expected = trained(
-        params, batches, **where, each_rounded=strategy != "zero1", is_rounded=is_rounded
+        params, batches, **split_options, each_rounded=strategy != "zero1", is_rounded=is_rounded
     )
     exact = trained(
-        params, batches, **where, each_rounded=True, is_rounded=[False] * len(is_rounded)
+        params, batches, **split_options, each_rounded=True, is_rounded=[False] * len(is_rounded)
     )
-    assert relative_difference(found, expected) <= 1e-6  # sums in float32
-    assert relative_difference(found, exact) > 1e-5
+    assert relative_difference(trained_params, expected) <= 1e-6  # sums in float32
+    assert relative_difference(trained_params, exact) > 1e-5
 
 
 @pytest.mark.slow  # or the contract would not be exact
@@ -164,12 +164,12 @@ def test_the_sum_sends_half(strategy, sizes, micro_batches, mesh_of):
             rules=rules,
             reducer=so.reducers.exact(dtype),
         )
-        found = (
+        traffic_by_kind = (
             audit(opt.step, opt.abstract_state(params_of(np.float32)), batch)
             .of(axis="data")
             .by_kind()
         )
-        return {kind: one.wire_bytes for kind, one in found.items()}
+        return {kind: traffic.wire_bytes for kind, traffic in traffic_by_kind.items()}
 
     wide, narrow = sent(None), sent(jnp.bfloat16)
     assert wide.pop("reduce-scatter") == 2 * narrow.pop("all-to-all")
@@ -181,7 +181,7 @@ def test_in_a_pipeline(placement, mesh_of, x64):
     """Rounded once for each micro-batch and device, or once for the sum: the difference is that of
     rounding.
     """
-    params, batches, found = params_of(), batches_of(), []
+    params, batches, final_params = params_of(), batches_of(), []
     for dtype in (None, jnp.bfloat16):
         opt = so.hybrid(
             optax.sgd(RATE, momentum=MOMENTUM),
@@ -195,8 +195,8 @@ def test_in_a_pipeline(placement, mesh_of, x64):
         state = opt.init(params)
         for batch in batches:
             state, _ = opt.step(state, batch)
-        found.append(jax.device_get(state.params))
-    assert 1e-5 < relative_difference(found[1], found[0]) < 1e-2
+        final_params.append(jax.device_get(state.params))
+    assert 1e-5 < relative_difference(final_params[1], final_params[0]) < 1e-2
 
 
 def test_a_wider_dtype_sums_half_precision_exactly(mesh_of):

@@ -68,28 +68,34 @@ def operands_of(name):
 
 
 def test_all_are_primitives_of_this_jax():
-    names = {one.name for one in gc.get_objects() if isinstance(one, jax.extend.core.Primitive)}
+    names = {
+        primitive.name
+        for primitive in gc.get_objects()
+        if isinstance(primitive, jax.extend.core.Primitive)
+    }
     assert not (ELEMENTWISE | DECOMPOSITIONS) - names - LATER
 
 
 def test_a_part_is_made_as_the_whole_is():
     names = sorted(ELEMENTWISE.intersection(BY_NAME))
-    given = {name: operands_of(name) for name in names}
+    operands_by_name = {name: operands_of(name) for name in names}
     run = jax.jit(
-        lambda given: {name: call_of(name)(*operands) for name, operands in given.items()}
+        lambda operands_by_name: {
+            name: call_of(name)(*operands) for name, operands in operands_by_name.items()
+        }
     )
-    whole, part = (
-        run(given),
-        run({name: [x[SOME] for x in operands] for name, operands in given.items()}),
+    whole_results, part = (
+        run(operands_by_name),
+        run({name: [x[SOME] for x in operands] for name, operands in operands_by_name.items()}),
     )
     for name in names:
-        assert whole[name].shape == FLOATS.shape, name
-        np.testing.assert_allclose(part[name], whole[name][SOME], rtol=1e-5, err_msg=name)
-    moves = {name: [x[::-1] for x in operands] for name, operands in given.items()}
+        assert whole_results[name].shape == FLOATS.shape, name
+        np.testing.assert_allclose(part[name], whole_results[name][SOME], rtol=1e-5, err_msg=name)
+    moves = {name: [x[::-1] for x in operands] for name, operands in operands_by_name.items()}
     blind = [
         name
         for name, moved in run(moves).items()
-        if np.array_equal(moved, whole[name], equal_nan=True)
+        if np.array_equal(moved, whole_results[name], equal_nan=True)
     ]
     assert not blind  # to where an element is
 

@@ -79,9 +79,9 @@ def test_traces_that_differ():
     def traced(f):
         return jax.make_jaxpr(f)(VECTOR, VECTOR)
 
-    whole = traced(lambda a, b: (a + b, a * 2.0))
+    base_trace = traced(lambda a, b: (a + b, a * 2.0))
     assert (
-        WALK.follow([whole, traced(lambda a, b: (a - b, a * 2.0))], [NOWHERE, NOWHERE])
+        WALK.follow([base_trace, traced(lambda a, b: (a - b, a * 2.0))], [NOWHERE, NOWHERE])
         == [DIFFERENT] * 2
     )
     other_variable, other_number = (
@@ -89,7 +89,7 @@ def test_traces_that_differ():
         traced(lambda a, b: (a + b, a * 3.0)),
     )
     for other in (other_variable, other_number):
-        assert WALK.follow([whole, other], [NOWHERE, NOWHERE]) == [NOWHERE, DIFFERENT]
+        assert WALK.follow([base_trace, other], [NOWHERE, NOWHERE]) == [NOWHERE, DIFFERENT]
 
 
 def test_costs_of_loops_and_branches():

@@ -166,7 +166,7 @@ def test_the_next_row_is_the_first_that_was_not_drawn(source, batch_size, rows):
     position = position_after(SOURCES[source], 16, BEFORE, rows)
     stream = BatchStream(SOURCES[source](batch_size), rows)
     text = stream.restore(position)
-    again = json.loads(json.dumps(stream.position()))
+    saved_position = json.loads(json.dumps(stream.position()))
     np.testing.assert_array_equal(rest_of(stream), np.arange(BEFORE, NUM_ROWS))
     has_state = source not in ("no state", "a generator")
     if batch_size != 16:
@@ -175,7 +175,7 @@ def test_the_next_row_is_the_first_that_was_not_drawn(source, batch_size, rows):
         assert text == "the data from its saved state"
     # a position that was restored and saved again is the same row
     last = BatchStream(SOURCES[source](40), rows)
-    last.restore(again)
+    last.restore(saved_position)
     np.testing.assert_array_equal(rest_of(last), np.arange(BEFORE, NUM_ROWS))
 
 

@@ -97,11 +97,13 @@ def test_fit_saves_and_evaluates_by_time_and_goes_on_from_there(
 
 def test_several_processes_ask_only_where_they_agree(monkeypatch, tmp_path):
     monkeypatch.setattr(module.jax, "process_count", lambda: 2)
-    asked = []
-    checkpoints = type("Fake", (), {"every": MINUTES, "due": lambda _, step: asked.append(step)})()
+    asked_steps = []
+    checkpoints = type(
+        "Fake", (), {"every": MINUTES, "due": lambda _, step: asked_steps.append(step)}
+    )()
     for step in range(1, 9):
         module.is_save_due(checkpoints, step, agree_every=4)
-    assert asked == [4, 8]
+    assert asked_steps == [4, 8]
 
 
 def test_a_verified_run_verifies_the_step_before_a_save_by_time(

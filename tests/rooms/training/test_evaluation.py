@@ -110,8 +110,8 @@ OPTIMIZERS = {
 )
 def test_any_set_equals_numpy_on_the_whole(name, sizes):
     opt, rows = OPTIMIZERS[name](), rows_of(sum(sizes))
-    found = evaluation(opt, cut_at(rows, *sizes))(opt.init({"w": W}))
-    assert found == pytest.approx(expected(rows, W), rel=1e-5, nan_ok=True)
+    metrics = evaluation(opt, cut_at(rows, *sizes))(opt.init({"w": W}))
+    assert metrics == pytest.approx(expected(rows, W), rel=1e-5, nan_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_stages_of_a_pipeline(sizes):
     )
     rows = rows_of(sum(sizes))
     state = opt.init({"blocks": {"scale": np.array([0.5, 1.0], np.float32)}, "w": W})
-    found = evaluation(opt, cut_at(rows, *sizes))(state)
-    assert found == pytest.approx(expected(rows | {"x": 3 * rows["x"]}, W), rel=1e-5)
+    metrics = evaluation(opt, cut_at(rows, *sizes))(state)
+    assert metrics == pytest.approx(expected(rows | {"x": 3 * rows["x"]}, W), rel=1e-5)
 
 
 def test_a_loss_of_its_own():
@@ -138,22 +138,22 @@ def test_a_loss_of_its_own():
     mesh, rows = so.make_mesh(data=2, devices=jax.devices()[:2]), rows_of(5)
     wanted = np.abs(rows["x"] @ W - rows["y"]).mean()
     plain = so.ddp(optax.sgd(0.1), mesh, token_loss)
-    own = so.ddp(optax.sgd(0.1), mesh, token_loss, evaluate_fn=row_loss)
-    state = own.init({"w": W})
-    assert evaluation(own, [rows])(state) == pytest.approx({"val_loss": wanted})
+    row_opt = so.ddp(optax.sgd(0.1), mesh, token_loss, evaluate_fn=row_loss)
+    state = row_opt.init({"w": W})
+    assert evaluation(row_opt, [rows])(state) == pytest.approx({"val_loss": wanted})
     assert evaluation(plain, [rows], evaluate_fn=row_loss, prefix="")(state) == pytest.approx(
         {"loss": wanted}
     )
     (four,) = cut_at(rows, 4)
-    assert float(own.evaluate(state, four)["loss"]) == pytest.approx(
+    assert float(row_opt.evaluate(state, four)["loss"]) == pytest.approx(
         np.abs(four["x"] @ W - four["y"]).mean()
     )
-    _, metrics = own.step(state, four)
+    _, metrics = row_opt.step(state, four)
     assert float(metrics["loss"]) == pytest.approx(expected(four, W)["val_loss"])
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("evaluate_fn", "message"),
     [
         (
             "mse",
@@ -171,12 +171,14 @@ def test_a_loss_of_its_own():
         ),
     ],
 )
-def test_a_loss_that_cannot_run_is_refused(given, message):
+def test_a_loss_that_cannot_run_is_refused(evaluate_fn, message):
     with pytest.raises(TypeError, match=re.escape(message)):
-        so.ddp(optax.sgd(0.1), so.make_mesh(), token_loss, evaluate_fn=given)
+        so.ddp(optax.sgd(0.1), so.make_mesh(), token_loss, evaluate_fn=evaluate_fn)
     with pytest.raises(TypeError, match=re.escape(message.replace("ddp", "evaluation", 1))):
         evaluation(
-            so.ddp(optax.sgd(0.1), so.make_mesh(), token_loss), [rows_of(8)], evaluate_fn=given
+            so.ddp(optax.sgd(0.1), so.make_mesh(), token_loss),
+            [rows_of(8)],
+            evaluate_fn=evaluate_fn,
         )
 
 
@@ -234,6 +236,6 @@ def test_stages_want_blocks_to_evaluate():
 def test_what_has_no_weight_is_no_number():
     opt = so.ddp(optax.sgd(0.1), so.make_mesh(data=2, devices=jax.devices()[:2]), token_loss)
     rows = rows_of(3)
-    found = evaluation(opt, [rows | {"mask": np.zeros_like(rows["mask"])}])(opt.init({"w": W}))
-    assert np.isnan(found["val_loss"])
-    assert np.isfinite(found["val_largest"])
+    metrics = evaluation(opt, [rows | {"mask": np.zeros_like(rows["mask"])}])(opt.init({"w": W}))
+    assert np.isnan(metrics["val_loss"])
+    assert np.isfinite(metrics["val_largest"])

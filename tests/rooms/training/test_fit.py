@@ -19,8 +19,8 @@ def plain_loop(opt, state, batches):
     """The reference: steps, and nothing else."""
     metrics = []
     for batch in batches:
-        state, found = opt.step(state, batch)
-        metrics.append(jax.device_get(found))
+        state, step_metrics = opt.step(state, batch)
+        metrics.append(jax.device_get(step_metrics))
     return state, metrics
 
 
@@ -150,9 +150,9 @@ def test_evaluations_at_an_interval(opt, new_state, batches, memory, metrics_at)
 def test_evaluation_helper_is_the_mean_over_examples(opt, new_state, batches):
     state = new_state()
     uneven = [batches[0], jax.tree.map(lambda rows: rows[:2], batches[1])]
-    found = evaluation(opt, uneven)(state)
+    metrics = evaluation(opt, uneven)(state)
     y = np.concatenate([batch["y"] for batch in uneven])
-    assert found == pytest.approx(
+    assert metrics == pytest.approx(
         {"val_loss": (y**2).mean(), "val_error": np.abs(y).mean()}, rel=1e-6
     )
     assert y.shape == (10,)
@@ -226,8 +226,8 @@ class TroubleError(Exception):
     pass
 
 
-@pytest.mark.parametrize("where", ["log", "evaluate", "batches", "step"])
-def test_exceptions_pass_through_after_cleanup(opt, new_state, batches, memory, where):
+@pytest.mark.parametrize("failing_part", ["log", "evaluate", "batches", "step"])
+def test_exceptions_pass_through_after_cleanup(opt, new_state, batches, memory, failing_part):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     checkpoints, closed = memory(5), []
 
@@ -240,7 +240,7 @@ def test_exceptions_pass_through_after_cleanup(opt, new_state, batches, memory, 
 
     class Log:
         def __call__(self, step, metrics):
-            if where == "log" and step > 10:
+            if failing_part == "log" and step > 10:
                 fail()
 
         def close(self):
@@ -251,11 +251,11 @@ def test_exceptions_pass_through_after_cleanup(opt, new_state, batches, memory, 
 
     with pytest.raises(TroubleError):
         fit(
-            opt._replace(step=step) if where == "step" else opt,
+            opt._replace(step=step) if failing_part == "step" else opt,
             new_state(),
-            failing_batches() if where == "batches" else batches,
+            failing_batches() if failing_part == "batches" else batches,
             num_steps=30,
-            evaluate=(fail, 12) if where == "evaluate" else None,
+            evaluate=(fail, 12) if failing_part == "evaluate" else None,
             checkpoints=checkpoints,
             log=Log(),
             log_every=4,

@@ -47,14 +47,17 @@ def test_a_first_state_is_made_only_where_nothing_is_restored(
     opt, new_state, batches, same, tmp_path
 ):
     unbroken = fit(opt, new_state(), batches, num_steps=7, progress=False)
-    first, made = so.training.DeferredInit({"w": np.zeros(4, np.float32), "b": np.float32(0)}), []
-    counted = opt._replace(init=lambda *given: made.append(given) or opt.init(*given))
+    first, init_calls = (
+        so.training.DeferredInit({"w": np.zeros(4, np.float32), "b": np.float32(0)}),
+        [],
+    )
+    counted = opt._replace(init=lambda *args: init_calls.append(args) or opt.init(*args))
     for target in (3, 7):
         with Checkpoints(tmp_path / "run", every=5, keep=2) as checkpoints:
             result = fit(
                 counted, first, batches, num_steps=target, checkpoints=checkpoints, progress=False
             )
-    assert made == [first]
+    assert init_calls == [first]
     assert same(result.state, unbroken.state)
     drawn = so.training.DeferredInit(lambda rng: {"w": jax.random.normal(rng, 4), "b": 0.0})
     assert jax.tree.map(lambda leaf: leaf.shape, drawn.shapes()) == {"w": (4,), "b": ()}
@@ -151,8 +154,8 @@ def test_killed_again_and_again_equals_unbroken(kills, tmp_path):
         command = [sys.executable, str(WORKER), str(folder)]
         return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
 
-    whole = start(tmp_path / "whole")
-    assert whole.wait() == 0, whole.stderr.read()
+    unbroken_process = start(tmp_path / "whole")
+    assert unbroken_process.wait() == 0, unbroken_process.stderr.read()
     rng = random.Random(0)
     for kill in range(kills):
         run = start(tmp_path / "broken")
@@ -165,7 +168,7 @@ def test_killed_again_and_again_equals_unbroken(kills, tmp_path):
         run.stderr.close()
     last = start(tmp_path / "broken")
     assert last.wait() == 0, last.stderr.read()
-    for process in (whole, last):
+    for process in (unbroken_process, last):
         process.stderr.close()
     whole_params, broken_params = (
         np.load(tmp_path / name / "params.npz") for name in ("whole", "broken")

@@ -44,10 +44,10 @@ def test_it_stops_with_step_and_position(opt, new_state, batches, memory, at, lo
             progress=False,
         )
     saved = at // 5 * 5
-    where = "last checkpoint: " + (f"step {saved}" if saved else "none yet")
+    checkpoint_note = "last checkpoint: " + (f"step {saved}" if saved else "none yet")
     assert (
         str(caught.value)
-        == f"fit: the loss became nan at step {at} (batch {at}, both counted from 0).\n  {where},"
+        == f"fit: the loss became nan at step {at} (batch {at}, both counted from 0).\n  {checkpoint_note},"
         " in /runs/a\nFix: lower the learning rate, clip the gradients"
         " (optax.clip_by_global_norm), or look at the batch:"
         f" next(itertools.islice(iter(batches), {at}, None)), with batches from their beginning."
@@ -69,9 +69,16 @@ def test_infinite_counts_too(opt, new_state, batches):
 def test_position_counts_what_was_drawn_before_resuming(opt, new_state, batches, memory):
     checkpoints = memory(5)
     fit(opt, new_state(), batches, num_steps=10, checkpoints=checkpoints, progress=False)
-    again = memory(5, disk=checkpoints.disk, resume=True)
+    resumed_checkpoints = memory(5, disk=checkpoints.disk, resume=True)
     with pytest.raises(NonFiniteLossError) as caught:
-        fit(opt, new_state(), spoiled(batches, 12), num_steps=15, checkpoints=again, progress=False)
+        fit(
+            opt,
+            new_state(),
+            spoiled(batches, 12),
+            num_steps=15,
+            checkpoints=resumed_checkpoints,
+            progress=False,
+        )
     assert (caught.value.step, caught.value.position) == (12, 12)
     # A state given without a position starts at batch 0.
     state = opt.init(jax.tree.map(jnp.array, new_state().params))._replace(step=jnp.int32(20))
@@ -186,7 +193,11 @@ def test_apply_if_finite_decides_how_many_losses_in_a_row_may_be_no_numbers(
     assert sorted(checkpoints.disk) == [5, 10, 15]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.state.params))
     if log_every == 1:
-        assert [one["step"] for one in result.history if np.isnan(one["loss"])] == [1, 5, 6, 9, 10]
+        assert [
+            step_metrics["step"]
+            for step_metrics in result.history
+            if np.isnan(step_metrics["loss"])
+        ] == [1, 5, 6, 9, 10]
     with pytest.raises(
         NonFiniteLossError, match=r"^fit: the loss became nan at step 10 \(batch 10"
     ) as caught:

@@ -56,9 +56,9 @@ def test_every_second_has_a_cause_across_a_hang_and_a_death(clock, tmp_path, mon
     monkeypatch.setenv("SHARDOPT_HUNG_SECONDS", "20")
     second = Ledger(tmp_path)
     train(second, clock, range(3, 7), begin=1.0)
-    found = second.total()
-    assert found.restarts == 1
-    assert found.lost == {
+    account = second.total()
+    assert account.restarts == 1
+    assert account.lost == {
         "start": 2.0,
         "compile": 10.0,
         "checkpoint": 2.0,
@@ -66,21 +66,21 @@ def test_every_second_has_a_cause_across_a_hang_and_a_death(clock, tmp_path, mon
         "restart": 11.0,
         "hang": 20.0,
     }
-    assert found.useful == 4.75 + 2.0
-    assert found.seconds == clock.now - 1000 == found.useful + sum(found.lost.values())
+    assert account.useful == 4.75 + 2.0
+    assert account.seconds == clock.now - 1000 == account.useful + sum(account.lost.values())
     second.write(ended_well=True)
     monkeypatch.delenv("SHARDOPT_HUNG_SECONDS")
     clock.pass_(3600)  # nobody wanted it to run
     third = Ledger(tmp_path)
     train(third, clock, range(7, 9))
-    assert third.total().seconds == pytest.approx(found.seconds + 9.75)
+    assert third.total().seconds == pytest.approx(account.seconds + 9.75)
     assert third.total().restarts == 2
 
 
 @pytest.mark.fast
 def test_how_it_reads():
-    one = Goodput(0.5, 50.0, 100.0, {"compile": 40.0, "hang": 1.0}, 0)
-    assert str(one) == "goodput 50% of 100 s; lost to compile 40%, hang 1.0%"
+    report = Goodput(0.5, 50.0, 100.0, {"compile": 40.0, "hang": 1.0}, 0)
+    assert str(report) == "goodput 50% of 100 s; lost to compile 40%, hang 1.0%"
 
 
 @pytest.mark.fast
@@ -101,6 +101,8 @@ def test_fit_keeps_the_account_beside_the_checkpoints(opt, new_state, batches, m
     assert 0 < result.goodput.useful < result.goodput.seconds
     assert sum(attempt["seconds"].values()) == pytest.approx(result.goodput.seconds, rel=1e-3)
     assert 0 < result.history[0]["goodput"] < 1
-    again = fit(opt, result.state, iter([]), num_steps=25, checkpoints=checkpoints, progress=False)
-    assert again.goodput.restarts == 1
-    assert again.goodput.seconds >= result.goodput.seconds
+    second_run = fit(
+        opt, result.state, iter([]), num_steps=25, checkpoints=checkpoints, progress=False
+    )
+    assert second_run.goodput.restarts == 1
+    assert second_run.goodput.seconds >= result.goodput.seconds

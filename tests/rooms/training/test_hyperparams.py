@@ -70,10 +70,10 @@ def test_it_changes_training_as_another_optimizer_would(mesh_of, loss_fn, batche
     )
     direct = build("fsdp", optax.sgd(0.125), mesh_of(data=2), loss_fn)
     state = so.replace(new_state(injected), hyperparams={"learning_rate": 0.125})
-    found = fit(injected, state, batches, num_steps=10, progress=False).state.params
+    params = fit(injected, state, batches, num_steps=10, progress=False).state.params
     wanted = fit(direct, new_state(direct), batches, num_steps=10, progress=False).state.params
     for name, value in wanted.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-6)
+        np.testing.assert_allclose(params[name], value, rtol=1e-6)
 
 
 def test_found_wherever_it_is():
@@ -153,14 +153,14 @@ def set_one(state):
 
 def test_nothing_injected():
     state = plain_state(optax.adam(1e-3))
-    for who, call in (("hyperparams", hyperparams), ("replace", set_one)):
+    for caller, call in (("hyperparams", hyperparams), ("replace", set_one)):
         message = (
-            f"{who}: the optimizer state has no injected hyperparameters.\nFix: wrap the optimizer,"
+            f"{caller}: the optimizer state has no injected hyperparameters.\nFix: wrap the optimizer,"
             " as in optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)."
         )
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             call(state)
-        with pytest.raises(TypeError, match=f"^{who}: state must be a TrainState, got dict."):
+        with pytest.raises(TypeError, match=f"^{caller}: state must be a TrainState, got dict."):
             call({})
 
 

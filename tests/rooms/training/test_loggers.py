@@ -100,14 +100,14 @@ def test_files_of_a_resumed_run_equal_those_of_an_unbroken_one(
     )
     checkpoints = memory(9)
     fit(opt, new_state(), batches, num_steps=9, checkpoints=checkpoints, progress=False)
-    again = memory(9, disk=checkpoints.disk, resume=True)
+    resumed_checkpoints = memory(9, disk=checkpoints.disk, resume=True)
     log = jsonl(tmp_path / "broken")
     fit(
         opt,
         new_state(),
         batches,
         num_steps=30,
-        checkpoints=again,
+        checkpoints=resumed_checkpoints,
         log=log,
         log_every=2,
         progress=False,

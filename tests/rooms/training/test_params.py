@@ -101,14 +101,14 @@ def test_every_replica_gets_the_value(combine, mesh_of):
         else so.diloco(inner, sync_every=2)
     )
     state, _ = opt.step(opt.init(PARAMS), X)
-    own = np.array(state.opt_state.params.value["w"])
+    replica_values = np.array(state.opt_state.params.value["w"])
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     state = so.replace(state, params=NEW)
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
     assert float(state.params["kl"]) == 0.125
     state, metrics = opt.step(state, X)
     rows = X.reshape(2, 8, 8)
-    losses = [distilled({"w": own[i], **as_float32(NEW)}, rows[i]) for i in range(2)]
+    losses = [distilled({"w": replica_values[i], **as_float32(NEW)}, rows[i]) for i in range(2)]
     np.testing.assert_allclose(metrics["loss"], np.mean(losses), rtol=1e-5)
     state = opt.synchronize(state)
     np.testing.assert_array_equal(state.params["teacher"]["layers"][1]["w"], 0.25)

@@ -16,7 +16,7 @@ from shardopt.training._fit import fit
 
 def annotated_steps(folder):
     """Return the numbers of the steps that each profile of a folder has annotations for."""
-    found = []
+    steps_by_profile = []
     for path in sorted(folder.glob("plugins/profile/*/*.trace.json.gz")):
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         steps = {
@@ -24,8 +24,8 @@ def annotated_steps(folder):
             for e in events
             if e.get("name") == profile.STEP and "args" in e
         }
-        found.append(sorted(steps))
-    return found
+        steps_by_profile.append(sorted(steps))
+    return steps_by_profile
 
 
 @pytest.mark.slow

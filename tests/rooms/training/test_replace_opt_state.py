@@ -50,7 +50,7 @@ def nested(tree):
         tree = tree._asdict()
     if isinstance(tree, dict):
         return {name: nested(value) for name, value in tree.items()}
-    return [nested(one) for one in tree] if isinstance(tree, tuple | list) else tree
+    return [nested(child) for child in tree] if isinstance(tree, tuple | list) else tree
 
 
 @pytest.mark.parametrize(
@@ -104,9 +104,9 @@ def test_beside_the_state_of_a_reducer():
         loss_fn,
         reducer=so.reducers.error_feedback(so.reducers.int8()),
     )
-    given = optax.adam(0.1).update(PARAMS, optax.adam(0.1).init(PARAMS), PARAMS)[1]
-    state = so.replace(opt.init(PARAMS), opt_state=given, step=1)
-    np.testing.assert_array_equal(state.opt_state.optimizer[0].mu["w"], given[0].mu["w"])
+    adam_state = optax.adam(0.1).update(PARAMS, optax.adam(0.1).init(PARAMS), PARAMS)[1]
+    state = so.replace(opt.init(PARAMS), opt_state=adam_state, step=1)
+    np.testing.assert_array_equal(state.opt_state.optimizer[0].mu["w"], adam_state[0].mu["w"])
     opt.step(state, BATCHES[0])
 
 

@@ -267,14 +267,14 @@ def test_killed_between_checkpoints(
     checkpoints = memory(5)
     with pytest.raises(SystemExit):
         fit(opt, new_state(), Killed(), num_steps=30, checkpoints=checkpoints, progress=False)
-    again = memory(5, disk=checkpoints.disk, resume=True)
+    resumed_checkpoints = memory(5, disk=checkpoints.disk, resume=True)
     resumed = fit(
         opt,
         new_state(),
         source(batches),
         num_steps=30,
         log_every=1,
-        checkpoints=again,
+        checkpoints=resumed_checkpoints,
         progress=False,
     )
     assert same(resumed.state, unbroken.state)
@@ -301,8 +301,10 @@ def test_early_stopping_resumes(opt, new_state, batches, memory, metrics_at, bro
     assert unbroken.stopped == "early"
     checkpoints = memory(4)
     fit(opt, new_state(), of_list(batches), num_steps=broken_at, checkpoints=checkpoints, **options)
-    again = memory(4, disk=checkpoints.disk, resume=True)
-    resumed = fit(opt, new_state(), of_list(batches), num_steps=40, checkpoints=again, **options)
+    resumed_checkpoints = memory(4, disk=checkpoints.disk, resume=True)
+    resumed = fit(
+        opt, new_state(), of_list(batches), num_steps=40, checkpoints=resumed_checkpoints, **options
+    )
     assert (resumed.step, resumed.stopped, resumed.best) == (unbroken.step, "early", unbroken.best)
     if metric == "val":
         assert (resumed.step, resumed.best) == (18, {"step": 9, "val": 0.5})
@@ -363,25 +365,53 @@ def test_what_is_said(opt, new_state, batches, memory, capsys):
         opt, new_state(), of_list(batches), num_steps=5, checkpoints=checkpoints, progress=False
     )
     assert capsys.readouterr().err == ""
-    again = memory(5, disk=checkpoints.disk, resume=True)
-    fit(opt, new_state(), of_list(batches), num_steps=10, checkpoints=again, progress=False)
+    resumed_checkpoints = memory(5, disk=checkpoints.disk, resume=True)
+    fit(
+        opt,
+        new_state(),
+        of_list(batches),
+        num_steps=10,
+        checkpoints=resumed_checkpoints,
+        progress=False,
+    )
     assert (
         capsys.readouterr().err
         == "Resuming from step 5 in /runs/a, the data by drawing 5 batches.\n"
     )
     with pytest.warns(UserWarning, match="batch 9 is another"):  # grain's are shuffled
-        fit(opt, new_state(), of_grain(batches), num_steps=15, checkpoints=again, progress=False)
+        fit(
+            opt,
+            new_state(),
+            of_grain(batches),
+            num_steps=15,
+            checkpoints=resumed_checkpoints,
+            progress=False,
+        )
     assert (
         capsys.readouterr().err
         == "Resuming from step 10 in /runs/a, the data by drawing 10 batches.\n"
     )
-    fit(opt, new_state(), of_grain(batches), num_steps=20, checkpoints=again, progress=False)
+    fit(
+        opt,
+        new_state(),
+        of_grain(batches),
+        num_steps=20,
+        checkpoints=resumed_checkpoints,
+        progress=False,
+    )
     assert (
         capsys.readouterr().err
         == "Resuming from step 15 in /runs/a, the data from its saved state.\n"
     )
     later = fit(opt, first.state, of_list(batches), num_steps=25, progress=False)
-    fit(opt, later.state, of_list(batches), num_steps=26, checkpoints=again, progress=False)
+    fit(
+        opt,
+        later.state,
+        of_list(batches),
+        num_steps=26,
+        checkpoints=resumed_checkpoints,
+        progress=False,
+    )
     said = (
         "Going on from the state given (step 25); the last checkpoint, of step 20, is not newer.\n"
     )
@@ -433,15 +463,19 @@ def test_data_in_another_order_warns(make):
 def test_the_state_passed_is_freed_before_restoring(opt, new_state, batches, memory):
     checkpoints = memory(5)
     fit(opt, new_state(), of_list(batches), num_steps=5, checkpoints=checkpoints, progress=False)
-    again, state, freed = memory(5, disk=checkpoints.disk, resume=True), new_state(), []
-    restore = again.restore
+    resumed_checkpoints, state, freed = (
+        memory(5, disk=checkpoints.disk, resume=True),
+        new_state(),
+        [],
+    )
+    restore = resumed_checkpoints.restore
 
     def watch(opt, *, step):
         freed.append(all(leaf.is_deleted() for leaf in state.params.values()))
         return restore(opt, step=step)
 
-    again.restore = watch
-    fit(opt, state, of_list(batches), num_steps=10, checkpoints=again, progress=False)
+    resumed_checkpoints.restore = watch
+    fit(opt, state, of_list(batches), num_steps=10, checkpoints=resumed_checkpoints, progress=False)
     assert freed == [True]
 
 
@@ -473,7 +507,14 @@ def test_onto_another_strategy(opt, new_state, batches, memory, mesh_of, loss_fn
     checkpoints = memory(10)
     fit(opt, new_state(), of_list(batches), num_steps=10, checkpoints=checkpoints, progress=False)
     state = other.init({"w": np.zeros(4, np.float32), "b": np.zeros((), np.float32)})
-    again = memory(10, disk=checkpoints.disk, resume=True)
-    resumed = fit(other, state, of_list(batches), num_steps=20, checkpoints=again, progress=False)
+    resumed_checkpoints = memory(10, disk=checkpoints.disk, resume=True)
+    resumed = fit(
+        other,
+        state,
+        of_list(batches),
+        num_steps=20,
+        checkpoints=resumed_checkpoints,
+        progress=False,
+    )
     for name, value in unbroken.state.params.items():
         np.testing.assert_allclose(resumed.state.params[name], value, rtol=2e-5)

@@ -81,8 +81,15 @@ def test_resuming_after_a_signal_equals_an_unbroken_run(opt, new_state, batches,
         checkpoints=checkpoints,
         progress=False,
     )
-    again = memory(10, disk=checkpoints.disk, resume=True)
-    resumed = fit(opt, new_state(), iter(batches), num_steps=30, checkpoints=again, progress=False)
+    resumed_checkpoints = memory(10, disk=checkpoints.disk, resume=True)
+    resumed = fit(
+        opt,
+        new_state(),
+        iter(batches),
+        num_steps=30,
+        checkpoints=resumed_checkpoints,
+        progress=False,
+    )
     assert same(resumed.state, unbroken.state)
 
 
@@ -379,17 +386,17 @@ def test_one_process_has_nobody_to_ask():
 
 
 def test_the_weightiest_verdict_counts(monkeypatch):
-    asked = []
+    codes = []
 
     def gather(code):
-        asked.append(int(code))
+        codes.append(int(code))
         return np.array([code, VERDICTS.index("interrupted"), -1])
 
     monkeypatch.setattr("jax.process_count", lambda: 3)
     monkeypatch.setattr("jax.experimental.multihost_utils.process_allgather", gather)
     assert common_verdict("early", due=False) is None
-    assert asked == []
+    assert codes == []
     assert common_verdict("early", None, due=True) == "interrupted"
     assert common_verdict("sigterm", due=True) == "sigterm"
     assert common_verdict(None, due=True) == "interrupted"
-    assert asked == [1, 3, -1]
+    assert codes == [1, 3, -1]

@@ -77,8 +77,8 @@ def test_a_wrong_device_is_named_and_its_step_neither_counts_nor_is_saved(
         " process 0)\nFix: take the host out of the job, and start again; shardopt launch"
         " --processes MIN:MAX does both."
     )
-    found = error.value
-    assert (found.step, found.devices, found.processes, found.exit_code) == (
+    failure = error.value
+    assert (failure.step, failure.devices, failure.processes, failure.exit_code) == (
         3,
         (1,),
         (0,),

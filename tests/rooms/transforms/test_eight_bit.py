@@ -45,12 +45,12 @@ def test_codes_are_the_nearest_of_the_map(signed, x64):
     )
     x = x if signed else np.abs(x)
     encoded = jax.jit(lambda x: encode(x, signed=signed))
-    found = table[np.asarray(encoded(x))]
+    rounded_values = table[np.asarray(encoded(x))]
     nearest = table[np.abs(table - x[:, None]).argmin(1)]
     if not signed:
         assert (nearest == 0).any()
         nearest = np.maximum(nearest, table[1])  # what is above zero stays so
-    np.testing.assert_allclose(np.abs(found - x), np.abs(nearest - x), atol=1e-15)
+    np.testing.assert_allclose(np.abs(rounded_values - x), np.abs(nearest - x), atol=1e-15)
     assert encoded(np.zeros(1))[0] == (127 if signed else 0)
 
 
@@ -94,11 +94,11 @@ def test_a_moment_is_within_half_a_cell_of_what_it_was(x64):
             lambda codes, signed=signed: decode(codes, jnp.dtype(float), signed=signed)
         )(codes)
         scales = np.asarray(scales)
-        found = np.asarray(decoded).reshape(64, 3, 32) * scales[:, :, None]
+        decoded_moment = np.asarray(decoded).reshape(64, 3, 32) * scales[:, :, None]
         moment = np.asarray(getattr(exact[0], name)["w"]).reshape(64, 3, 32)
         block = np.abs(moment).max(2)
         np.testing.assert_allclose(scales, block)
-        assert (np.abs(found - moment) <= 0.0071 * block[:, :, None]).all()
+        assert (np.abs(decoded_moment - moment) <= 0.0071 * block[:, :, None]).all()
 
 
 def test_only_moments_of_large_leaves_are_rounded():
@@ -144,12 +144,12 @@ def test_blocks_within_shards_need_no_collective_and_bytes_follow_the_formula(
     strategy, sizes, mesh_of
 ):
     rules = [("up", P(None, "tensor")), ("down", P("tensor"))] if "tensor" in sizes else ()
-    batch, found = np.ones((32, 256), np.float32), []
+    batch, reports = np.ones((32, 256), np.float32), []
     for tx in (optax.adam(1e-3), so.transforms.eight_bit(optax.adam(1e-3), min_elements=1024)):
         opt = STRATEGIES[strategy](tx, mesh_of(**sizes), loss_fn, rules=rules)
         state = opt.init({name: jnp.ones(shape) for name, shape in SHAPES.items()})
-        found.append((so.hlo.audit(opt.step, state, batch), opt.config.report().opt_state_bytes))
-    (adam, bytes_of_adam), (rounded, nbytes) = found
+        reports.append((so.hlo.audit(opt.step, state, batch), opt.config.report().opt_state_bytes))
+    (adam, bytes_of_adam), (rounded, nbytes) = reports
     assert rounded.by_kind() == adam.by_kind()
     np.testing.assert_allclose(nbytes, (2 + 8 / 64) / 8 * bytes_of_adam, rtol=0.02)
 
@@ -185,10 +185,10 @@ def test_codes_are_saved_and_restored_onto_another_mesh(mesh_of, tmp_path):
     opt = so.fsdp(tx, mesh_of(data=8), loss_fn)
     state, _ = opt.step(opt.init(params), batch)
     so.save(tmp_path / "one", state)
-    again = so.restore(
+    restored_state = so.restore(
         tmp_path / "one", so.zero(tx, mesh_of(data=2), loss_fn, stage=1), abstract_params=params
     )
-    same_bits(again.opt_state, state.opt_state)
+    same_bits(restored_state.opt_state, state.opt_state)
 
 
 @pytest.mark.parametrize(

@@ -342,8 +342,8 @@ def train_under_jit(tx, mesh):
         updates, state = tx.update(jax.grad(loss_fn)(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
-    whole, rows = jax.NamedSharding(mesh, P()), jax.NamedSharding(mesh, P("data"))
-    params = jax.device_put(draw_params(), whole)
+    replicated_sharding, rows = jax.NamedSharding(mesh, P()), jax.NamedSharding(mesh, P("data"))
+    params = jax.device_put(draw_params(), replicated_sharding)
     state = tx.init(params)
     for batch in draw_batches():
         params, state = step(params, state, jax.device_put(batch, rows))
@@ -408,9 +408,11 @@ def test_zero_of_any_optimizer_equals_one_device_in_every_loop(name, loop, mesh_
     for leaf in expected:
         np.testing.assert_allclose(params[leaf], expected[leaf], rtol=tolerance, atol=tolerance)
     stored = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
-    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(OPTIMIZERS[name]().init(draw_params())))
+    whole_bytes = sum(
+        leaf.nbytes for leaf in jax.tree.leaves(OPTIMIZERS[name]().init(draw_params()))
+    )
     small = 8 * (7 * 5 + 64)  # what eight devices do not divide, counts and keys
-    assert stored <= whole / 8 + 8 * small
+    assert stored <= whole_bytes / 8 + 8 * small
 
 
 WITH_COUNTS = ["adam", "lion", "clip_adamw", "multi_steps", "injected", "skip_anomalies"]
@@ -434,9 +436,9 @@ def test_the_mean_of_local_parameters_is_local_sgd_in_a_loop_of_ones_own(every, 
     stacked = T.on_mesh(tx, mesh, "data")
 
     def local_step(params, state, batch):
-        own = jax.tree.map(lambda x: x[0], params)
-        updates, state = stacked.update(jax.grad(loss_fn)(own, batch), state, own)
-        return jax.tree.map(lambda p, u: (p + u)[None], own, updates), state
+        local_params = jax.tree.map(lambda x: x[0], params)
+        updates, state = stacked.update(jax.grad(loss_fn)(local_params, batch), state, local_params)
+        return jax.tree.map(lambda p, u: (p + u)[None], local_params, updates), state
 
     params = jax.tree.map(lambda x: np.stack([x] * 4), draw_params())
     state = stacked.init(draw_params())
@@ -661,8 +663,8 @@ def test_unreduced_gradients_of_explicit_axes_are_reduced_by_the_link(name, x64)
 
         @jax.jit
         def step(params, state, batch):
-            own = jax.reshard(params, P(reduced={"data"}))
-            updates, state = tx.update(jax.grad(masked_loss)(own, batch), state, params)
+            reduced_params = jax.reshard(params, P(reduced={"data"}))
+            updates, state = tx.update(jax.grad(masked_loss)(reduced_params, batch), state, params)
             return optax.apply_updates(params, updates), state
 
         batch = jax.device_put(masked_batch(), P("data"))
@@ -735,8 +737,8 @@ def test_links_combine_in_each_order(name, loop, mesh_of):
         expected = optax.apply_updates(expected, updates)
     start = jax.tree.map(np.float32, draw_params())
 
-    def local_step(tx, params, state, batch, own):
-        updates, state = tx.update(jax.grad(loss_fn)(own, batch), state, params)
+    def local_step(tx, params, state, batch, local_params):
+        updates, state = tx.update(jax.grad(loss_fn)(local_params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
     if loop == "shard_map":
@@ -745,8 +747,8 @@ def test_links_combine_in_each_order(name, loop, mesh_of):
         specs = tx.specs(state)
 
         def with_types(params, state, batch):
-            own = jax.lax.pcast(params, "data", to="varying")
-            return local_step(tx, params, state, batch, own)
+            local_params = jax.lax.pcast(params, "data", to="varying")
+            return local_step(tx, params, state, batch, local_params)
 
         step = jax.jit(
             jax.shard_map(
@@ -800,8 +802,10 @@ def test_zero_of_any_optimizer_equals_one_device_on_explicit_axes(name, kinds, x
     for leaf in expected:
         np.testing.assert_allclose(params[leaf], expected[leaf], rtol=tolerance, atol=tolerance)
     stored = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
-    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(OPTIMIZERS[name]().init(draw_params())))
-    assert stored <= whole / 4 + 8 * 8 * (7 * 5 + 64)
+    whole_bytes = sum(
+        leaf.nbytes for leaf in jax.tree.leaves(OPTIMIZERS[name]().init(draw_params()))
+    )
+    assert stored <= whole_bytes / 4 + 8 * 8 * (7 * 5 + 64)
 
 
 def undone_by_outputs(step, replicated):
@@ -920,13 +924,13 @@ def test_a_step_with_zero_is_exported_and_still_warns_where_it_runs(
     run = jax.jit({"scan": two_steps, "vmap": jax.vmap(step)}.get(name, step))
     exported = jax.export.export(run)(params, state)
     assert "InspectSharding" not in exported.mlir_module()
-    whole = jax.device_put(state, replicated)
-    results = jax.jit(exported.call)(params, whole)
+    whole_state = jax.device_put(state, replicated)
+    results = jax.jit(exported.call)(params, whole_state)
     if name == "scan":  # its leaves are not those that come in
-        expected = run(params, whole)
+        expected = run(params, whole_state)
     else:
         with pytest.warns(UserWarning, match="come in unsharded along 'data'"):
-            expected = run(params, whole)
+            expected = run(params, whole_state)
     jax.tree.map(np.testing.assert_array_equal, results, expected)
 
 

@@ -30,10 +30,10 @@ def test_what_nearest_rounding_loses_is_kept_on_average():
         return jax.tree.map(lambda x: x.astype(jnp.float32), last), state
 
     nearest, _ = train(optax.sgd(1.0))
-    found, state = train(so.transforms.stochastic_round(optax.sgd(1.0, momentum=0.0)))
+    rounded_params, state = train(so.transforms.stochastic_round(optax.sgd(1.0, momentum=0.0)))
     assert (nearest["w"] == 1.5).all()
-    np.testing.assert_allclose(found["w"].mean(), 1.5 - 200e-4, atol=2e-4)
-    np.testing.assert_allclose(found["b"], 1.5 - 200e-4, rtol=1e-5)
+    np.testing.assert_allclose(rounded_params["w"].mean(), 1.5 - 200e-4, atol=2e-4)
+    np.testing.assert_allclose(rounded_params["b"], 1.5 - 200e-4, rtol=1e-5)
     assert {x.dtype for x in jax.tree.leaves(state.inner)} == {jnp.dtype(jnp.float32)}
 
 

@@ -26,17 +26,17 @@ def bits(keys: jax.Array, shape: tuple[int, ...] = (FEATURES,)) -> jax.Array:
     return draw(keys) if keys.ndim == 1 else jax.vmap(draw)(keys)
 
 
-def fresh_violation(relation: Relation, whole: Any, pieces: Sequence[Any]) -> str | None:
+def fresh_violation(relation: Relation, whole_value: Any, pieces: Sequence[Any]) -> str | None:
     """Return why rows of a fresh draw share numbers."""
     if not isinstance(relation, Split) or is_drawn(relation):
-        return violation(relation, whole, pieces)
-    for value in (whole, *pieces):
+        return violation(relation, whole_value, pieces)
+    for value in (whole_value, *pieces):
         rows = np.moveaxis(np.asarray(value), relation.dim, 0).reshape(
             value.shape[relation.dim], -1
         )
         if len(np.unique(rows, axis=0)) < len(rows):
             return "two rows have the same numbers"
-    sizes = whole.shape[relation.dim], pieces[0].shape[relation.dim]
+    sizes = whole_value.shape[relation.dim], pieces[0].shape[relation.dim]
     return None if sizes[0] == sizes[1] * len(pieces) else f"it has {sizes} rows"
 
 

@@ -72,7 +72,7 @@ def draw_lookup(rng: np.random.Generator) -> Lookup:
                 for sizes, shape in zip(batch, operand, strict=True)
             )
     index_map = tuple(dims[: rng.integers(0 if len(dims) == 0 else 1, min(2, len(dims)) + 1)])
-    whole, piece = [1] * ndim, [1] * ndim
+    whole_sizes, piece = [1] * ndim, [1] * ndim
     collapsed = []
     for dim in range(ndim):
         if dim in batching:
@@ -81,20 +81,20 @@ def draw_lookup(rng: np.random.Generator) -> Lookup:
         if style < 0.5 and dim in index_map:
             collapsed.append(dim)
         elif style < 0.9:
-            whole[dim], piece[dim] = operand[0][dim], operand[1][dim]
+            whole_sizes[dim], piece[dim] = operand[0][dim], operand[1][dim]
         else:
-            whole[dim] = piece[dim] = min(1, operand[1][dim])
+            whole_sizes[dim] = piece[dim] = min(1, operand[1][dim])
     window = [dim for dim in range(ndim) if dim not in (*collapsed, *batching)]
     rank = len(batch[0]) + len(window)
     offsets = tuple(sorted(map(int, rng.permutation(rank)[: len(window)])))
     slices = []
-    for sizes, rows in ((whole, batch[0]), (piece, batch[1])):
+    for sizes, rows in ((whole_sizes, batch[0]), (piece, batch[1])):
         in_window, in_batch = iter(sizes[dim] for dim in window), iter(rows)
         slices.append(
             tuple(next(in_window) if dim in offsets else next(in_batch) for dim in range(rank))
         )
     indices = (*batch[0], len(index_map)), (*batch[1], len(index_map))
-    return Lookup(num_pieces, operand, indices, (slices[0], slices[1]), (tuple(whole), tuple(piece)), index_map, tuple(sorted(collapsed)), batching, index_batching, offsets)  # fmt: skip
+    return Lookup(num_pieces, operand, indices, (slices[0], slices[1]), (tuple(whole_sizes), tuple(piece)), index_map, tuple(sorted(collapsed)), batching, index_batching, offsets)  # fmt: skip
 
 
 def _numbers_near(size: int) -> Numbers:
@@ -189,21 +189,21 @@ def applied(rng: np.random.Generator) -> RuleCase:
 def _slice_case(rng: np.random.Generator, updates: bool) -> RuleCase:
     num_pieces = draw_pieces(rng)
     shapes = draw_shapes(rng, num_pieces, int(rng.integers(1, 4)), sizes=(1, 2, 3))
-    whole, piece = list(shapes[0]), list(shapes[1])
-    for dim in range(len(whole)):
+    whole_sizes, piece = list(shapes[0]), list(shapes[1])
+    for dim in range(len(whole_sizes)):
         style = rng.random()
         if style < 0.25:
             piece[dim] = int(rng.integers(1, piece[dim] + 1))
-            whole[dim] = piece[dim] * (
+            whole_sizes[dim] = piece[dim] * (
                 shapes[0][dim] // shapes[1][dim] if rng.random() < 0.5 else 1
             )
     dtype = jnp.dtype(rng.choice(DTYPES))
     operand = _operand(rng, shapes, dtype, num_pieces)
     starts = []
-    for _ in whole:
+    for _ in whole_sizes:
         relation = draw_relation(rng, ((), ()), np.int32, num_pieces, (Same, Known))
         starts.append(Operand(relation, ((), ()), np.int32, _numbers_near(3)))
-    sizes: Shapes = (tuple(whole), tuple(piece))
+    sizes: Shapes = (tuple(whole_sizes), tuple(piece))
     if updates:
         update = _operand(rng, sizes, dtype, num_pieces)
 

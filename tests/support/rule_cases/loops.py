@@ -42,14 +42,14 @@ def scan(rng: np.random.Generator) -> RuleCase:
     num_pieces, turn = int(rng.choice([2, 3])), TURNS[rng.integers(len(TURNS))]
     shapes, length = draw_shapes(rng, num_pieces, int(rng.integers(0, 3))), int(rng.integers(1, 4))
     const, start, scanned = draw_operands(rng, shapes, np.float64, num_pieces, 3)
-    whole, piece = ((length, *shape) for shape in shapes)
+    whole_shape, piece = ((length, *shape) for shape in shapes)
     relation = scanned.relation
     if isinstance(relation, Split):
         relation = relation.moved_to(relation.dim + 1)
     elif not isinstance(relation, Same | Total):
-        relation = draw_relation(rng, (whole, piece), np.float64, num_pieces)
+        relation = draw_relation(rng, (whole_shape, piece), np.float64, num_pieces)
     return _scan(
-        rng, turn, [const, _start(rng, start), Operand(relation, (whole, piece))], num_pieces
+        rng, turn, [const, _start(rng, start), Operand(relation, (whole_shape, piece))], num_pieces
     )
 
 

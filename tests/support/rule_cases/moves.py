@@ -27,24 +27,24 @@ def moved(
     """Return a case of functions of one operand, which `params` draws for the whole and a piece."""
     num_pieces = draw_pieces(rng)
     shapes = draw_shapes(rng, num_pieces, int(rng.integers(least_ndim, 4)), sizes=sizes)
-    whole, piece = params(rng, shapes, num_pieces)
+    whole_function, piece = params(rng, shapes, num_pieces)
     operands = draw_operands(rng, shapes, jnp.dtype(rng.choice(DTYPES)), num_pieces, 1)
-    return RuleCase(operands, (whole, piece), num_pieces)
+    return RuleCase(operands, (whole_function, piece), num_pieces)
 
 
 def reshaped(rng: np.random.Generator) -> RuleCase:
     """Return a case of a reshape between two groupings of the same small dims."""
     num_pieces, count = draw_pieces(rng), int(rng.integers(1, 5))
     piece = [int(rng.integers(1, 4)) for _ in range(count)]
-    whole = list(piece)
+    whole_sizes = list(piece)
     for dim in rng.permutation(count)[: rng.integers(0, 3)]:
-        whole[dim] *= num_pieces if rng.random() < 0.9 else 2
+        whole_sizes[dim] *= num_pieces if rng.random() < 0.9 else 2
 
     def grouped(cuts: Sequence[int]) -> Shapes:
         bounds = [0, *cuts, count]
         return tuple(  # pyright: ignore
             tuple(math.prod(sizes[a:b]) for a, b in itertools.pairwise(bounds))
-            for sizes in (whole, piece)
+            for sizes in (whole_sizes, piece)
         )
 
     def cuts() -> list[int]:
@@ -92,19 +92,22 @@ def _squeezed(rng: np.random.Generator, shapes: Shapes, num_pieces: int) -> list
 
 def _sliced(rng: np.random.Generator, shapes: Shapes, num_pieces: int) -> list[Callable]:
     bounds: tuple[list, list] = [], []
-    for whole, piece in zip(*shapes, strict=True):
+    for whole_size, piece in zip(*shapes, strict=True):
         start = int(rng.integers(0, piece + 1))
         stop = int(rng.integers(start, piece + 1))
         stride = 1 if rng.random() < 0.6 else 2
         style = rng.choice(["full", "same", "scaled", "from the end", "full"])
         if style == "full":
-            pair = (0, whole, 1), (0, piece, 1)
+            pair = (0, whole_size, 1), (0, piece, 1)
         elif style == "same":
             pair = (start, stop, stride), (start, stop, stride)
         elif style == "from the end":
-            pair = (whole - piece + start, whole - piece + stop, stride), (start, stop, stride)
+            pair = (
+                (whole_size - piece + start, whole_size - piece + stop, stride),
+                (start, stop, stride),
+            )
         else:
-            factor = whole // piece
+            factor = whole_size // piece
             pair = (start * factor, stop * factor, stride), (start, stop, stride)
         bounds[0].append(pair[0])
         bounds[1].append(pair[1])
@@ -126,8 +129,8 @@ def _reversed(rng: np.random.Generator, shapes: Shapes, num_pieces: int) -> list
 
 def _tiled(rng: np.random.Generator, shapes: Shapes, num_pieces: int) -> list[Callable]:
     reps = [int(rng.integers(1, 3)) for _ in shapes[0]]
-    whole = [rep * (num_pieces if rng.random() < 0.2 else 1) for rep in reps]
-    return [functools.partial(lax.tile_p.bind, reps=tuple(r)) for r in (whole, reps)]
+    whole_reps = [rep * (num_pieces if rng.random() < 0.2 else 1) for rep in reps]
+    return [functools.partial(lax.tile_p.bind, reps=tuple(r)) for r in (whole_reps, reps)]
 
 
 def padded(rng: np.random.Generator) -> RuleCase:
@@ -213,13 +216,17 @@ def columns_sliced(rng: np.random.Generator) -> RuleCase:
 
 def _split(rng: np.random.Generator, shapes: Shapes, num_pieces: int) -> list[Callable]:
     dim = int(rng.integers(len(shapes[0])))
-    whole, piece = shapes[0][dim], shapes[1][dim]
+    whole_size, piece = shapes[0][dim], shapes[1][dim]
     cut = int(rng.integers(0, piece + 1))
     style = rng.choice(["same", "scaled", "other"])
-    first = {"same": cut, "scaled": cut * (whole // piece), "other": whole - (piece - cut)}[style]
+    first = {
+        "same": cut,
+        "scaled": cut * (whole_size // piece),
+        "other": whole_size - (piece - cut),
+    }[style]
     return [
         functools.partial(lax.split, sizes=sizes, axis=dim)
-        for sizes in ((first, whole - first), (cut, piece - cut))
+        for sizes in ((first, whole_size - first), (cut, piece - cut))
     ]
 
 

@@ -135,11 +135,15 @@ def definite(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) 
 
 def solved(rng: np.random.Generator) -> RuleCase:
     """Return a case of triangular systems, with rows as systems or as columns of a right side."""
-    num_pieces, left = draw_pieces(rng), bool(rng.random() < 0.6)
+    num_pieces, is_left_side = draw_pieces(rng), bool(rng.random() < 0.6)
     batch = draw_shapes(rng, num_pieces, int(rng.integers(0, 2)), sizes=(1, 2, 3))
     columns = int(rng.integers(1, 4))
     factor = num_pieces if rng.random() < 0.5 else 1
-    sides = [(2, columns * factor), (2, columns)] if left else [(columns * factor, 2), (columns, 2)]
+    sides = (
+        [(2, columns * factor), (2, columns)]
+        if is_left_side
+        else [(columns * factor, 2), (columns, 2)]
+    )
     matrix_shapes: Shapes = tuple((*shape, 2, 2) for shape in batch)  # pyright: ignore
     side_shapes: Shapes = tuple((*shape, *side) for shape, side in zip(batch, sides, strict=True))  # pyright: ignore
     operands = [
@@ -153,7 +157,7 @@ def solved(rng: np.random.Generator) -> RuleCase:
     ]
 
     def run(matrix, side):
-        return jax.lax.linalg.triangular_solve(matrix, side, left_side=left, lower=True)
+        return jax.lax.linalg.triangular_solve(matrix, side, left_side=is_left_side, lower=True)
 
     return RuleCase(operands, (run, run), num_pieces)
 
@@ -164,7 +168,7 @@ def multiplied(rng: np.random.Generator) -> RuleCase:
     counts = [int(rng.integers(0, 2)), int(rng.integers(0, 3)), *map(int, rng.integers(0, 2, 2))]
     kinds = [kind for kind, count in zip("bclr", counts, strict=True) for _ in range(count)]
     piece = [int(rng.integers(1, 4)) for _ in kinds]
-    whole = [
+    whole_sizes = [
         size * (num_pieces if rng.random() < 0.35 else 2 if rng.random() < 0.05 else 1)
         for size in piece
     ]
@@ -181,7 +185,7 @@ def multiplied(rng: np.random.Generator) -> RuleCase:
     dtype = jnp.dtype(rng.choice(REALS))
     operands = []
     for side in sides:
-        shapes = tuple(whole[i] for i in side), tuple(piece[i] for i in side)
+        shapes = tuple(whole_sizes[i] for i in side), tuple(piece[i] for i in side)
         operands.append(natural_operand(rng, shapes, dtype, num_pieces))
 
     def run(x, y):
@@ -201,9 +205,9 @@ def convolved(rng: np.random.Generator) -> RuleCase:
         for name in ("batch", "in", "out", "space", "window")
     }
 
-    def sizes(whole: bool) -> tuple[int, int, Axes, Axes]:
-        f = {name: value if whole else 1 for name, value in factor.items()}
-        rows = num_pieces if whole else 1
+    def sizes(is_whole: bool) -> tuple[int, int, Axes, Axes]:
+        f = {name: value if is_whole else 1 for name, value in factor.items()}
+        rows = num_pieces if is_whole else 1
         groups = {
             "feature": 2,
             "rows are groups": 2 * rows,
@@ -231,8 +235,8 @@ def convolved(rng: np.random.Generator) -> RuleCase:
     def placed(shape: Axes, letters: str, order: str) -> Axes:
         return tuple(shape[order.index(letter)] for letter in letters)
 
-    def run(whole: bool):
-        groups, batch_groups, _, _ = sizes(whole)
+    def run(is_whole: bool):
+        groups, batch_groups, _, _ = sizes(is_whole)
         return lambda x, y: lax.conv_general_dilated(
             x,
             y,

@@ -60,8 +60,8 @@ def collectives(devices):
 
         def outer(carry, _):
             carry, _ = lax.scan(inner, carry, None, length=3)
-            whole = lax.all_gather(jnp.sin(carry), "data", tiled=True)
-            return lax.psum_scatter(jnp.cos(whole), "data", tiled=True), None
+            gathered = lax.all_gather(jnp.sin(carry), "data", tiled=True)
+            return lax.psum_scatter(jnp.cos(gathered), "data", tiled=True), None
 
         x, _ = lax.scan(outer, x, None, length=5)
         x = lax.all_to_all(x, "pipeline", 0, 0, tiled=True)
@@ -119,8 +119,8 @@ def sparse_core(topology):
 
     def program(w, x):
         def turn(carry, _):
-            whole = lax.all_gather(jnp.sin(carry), "data", tiled=True)
-            return lax.psum_scatter(x.T @ jnp.tanh(x @ whole), "data", tiled=True), None
+            gathered = lax.all_gather(jnp.sin(carry), "data", tiled=True)
+            return lax.psum_scatter(x.T @ jnp.tanh(x @ gathered), "data", tiled=True), None
 
         w, _ = lax.scan(turn, w, None, length=3)
         return w, lax.psum(jnp.sum(w), "data")
@@ -150,14 +150,16 @@ def trimmed(text):
     lines = []
     for line in text.splitlines():
         head, _, config = line.partition(", backend_config=")
-        kept = re.findall(_READ, config)
-        if kept and "is_sync" in kept[0]:
-            kept = [f'"collective_backend_config":{{{kept[0]}}}']
+        config_fields = re.findall(_READ, config)
+        if config_fields and "is_sync" in config_fields[0]:
+            config_fields = [f'"collective_backend_config":{{{config_fields[0]}}}']
         name = re.search(r'op_name="(.*?)"', head)
         head = re.sub(r", metadata=\{.*?\}", "", head)
         if name and ("replica_groups" in head or "source_target_pairs" in head):
             head += f', metadata={{op_name="{name[1]}"}}'
-        lines.append(head + (f", backend_config={{{','.join(kept)}}}" if kept else ""))
+        lines.append(
+            head + (f", backend_config={{{','.join(config_fields)}}}" if config_fields else "")
+        )
     return "\n".join(lines) + "\n"
 
 
