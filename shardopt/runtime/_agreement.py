@@ -167,13 +167,13 @@ class Channel:
 
 @functools.cache
 def _channel(client: Any, processes: tuple[int, ...]) -> Channel:
-    tell_failure(client)
+    tell_failure()
     number = zlib.crc32(repr(processes).encode())
     return Channel(client, processes, f"shardopt/agree/{number}")
 
 
 @functools.cache
-def tell_failure(client: Any) -> None:
+def tell_failure() -> None:
     """Let the processes that wait for this one know the error that ends it.
 
     At exit, jax waits for all processes, so that they would wait for each other. `shardopt launch`
@@ -184,9 +184,10 @@ def tell_failure(client: Any) -> None:
         error_type: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         if os.getpid() == pid:  # else a fork, whose error is its own
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 has ended
+            # process 0 has ended, or jax has left the job
+            with contextlib.suppress(RuntimeError):
                 text = f"{error_type.__name__}: {error}"
-                client.key_value_set(f"{_FAILED}{jax.process_index()}", text)
+                coordination_client().key_value_set(f"{_FAILED}{jax.process_index()}", text)
         previous_hook(error_type, error, traceback)
 
     pid, previous_hook = os.getpid(), sys.excepthook

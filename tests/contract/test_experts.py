@@ -230,11 +230,8 @@ def test_restores_on_another_number_of_expert_devices(counts, mesh_of, tmp_path)
 
 
 def penalised(params, batch):
-    weighted_loss = weighted(params, batch)
-    return (
-        weighted_loss.total / weighted_loss.weight
-        + 0.1 * (params["second"]["experts"]["up"] ** 2).mean()
-    )
+    loss = weighted(params, batch)
+    return loss.total / loss.weight + 0.1 * (params["second"]["experts"]["up"] ** 2).mean()
 
 
 def test_experts_used_elsewhere_than_in_their_layer_are_refused(mesh_of):
@@ -247,7 +244,7 @@ def test_experts_used_elsewhere_than_in_their_layer_are_refused(mesh_of):
         "ddp: the loss uses 1 leaf of experts outside of so.nn.mixture_of_experts, and each of 2"
         " devices along expert has its own experts.\n  second/experts/up: integer_pow at "
     )
-    assert "(penalised): return found.total" in said
+    assert "(penalised): return loss.total" in said
 
 
 def test_experts_used_elsewhere_in_a_block_are_refused(mesh_of):
