@@ -114,18 +114,21 @@ def follow_keys(
             for other_use, other_for_rows in uses
         ):
             return unknown_results(site, relations, "reused")
-    if site.name not in KEEPS_KEYS:
-        keys = {(*key, _step(site, relations, key)) for key in keys}
-    return [
-        dataclasses.replace(result, keys=frozenset(keys) if _holds_keys(site, i) else frozenset())
-        if isinstance(result, Same)
-        else result
-        for i, result in enumerate(results)
-    ]
+    followed = []
+    for i, result in enumerate(results):
+        if isinstance(result, Same):
+            result_keys = keys if _holds_keys(site, i) else ()
+            if site.name not in KEEPS_KEYS:
+                result_keys = [(*key, _step(site, relations, key, i)) for key in result_keys]
+            result = dataclasses.replace(result, keys=frozenset(result_keys))
+        followed.append(result)
+    return followed
 
 
-def _step(site: EquationPair, relations: Sequence[Relation], key: KeyPath) -> tuple[str, Any]:
-    """Return the last step of the path of a key that an equation makes."""
+def _step(
+    site: EquationPair, relations: Sequence[Relation], key: KeyPath, i: int
+) -> tuple[str, Any]:
+    """Return the last step of the path of a key that an equation makes, as its result i."""
     if site.name == "random_split":
         return "split", str(site.params)
     if site.name == "random_fold_in":
@@ -134,7 +137,10 @@ def _step(site: EquationPair, relations: Sequence[Relation], key: KeyPath) -> tu
             return "fold", number.whole_values.item()
         return "fold", None
     # one of the keys that a split has made
-    if site.name == "slice" and key[-1][0] == "split" and len(site.result_shapes()[0]) == 1:
+    is_split_once = key[-1][0] == "split" and len(site.operand_shapes(0)[0]) == 1
+    if site.name == "unstack" and is_split_once:
+        return "at", i
+    if site.name == "slice" and is_split_once:
         (start,), (end,) = site.params["start_indices"], site.params["limit_indices"]
         return ("at", start) if end == start + 1 else ANY
     return ANY

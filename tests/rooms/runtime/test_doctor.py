@@ -11,7 +11,7 @@ import pytest
 
 import shardopt as so
 from shardopt.cli import main
-from shardopt.runtime import _doctor
+from shardopt.runtime import _doctor, _stored_programs
 from shardopt.runtime._doctor import known_errors
 
 pytestmark = pytest.mark.fast
@@ -85,7 +85,8 @@ def test_stored_programs_are_warned_of_unless_their_order_is_sequential(monkeypa
         "XLA:CPU stored-programs"
     ]
     assert list(known_errors(NEW, "cpu", 1, None, stores_programs=True)) == []
-    monkeypatch.setattr(_doctor, "version_of", lambda name: OLD.get(name))
+    for module in (_doctor, _stored_programs):
+        monkeypatch.setattr(module, "version_of", lambda name: OLD.get(name))
     monkeypatch.setenv("XLA_FLAGS", "")
     stored = jax.config.values["jax_compilation_cache_dir"] is not None
     assert [error.issue for error in so.runtime.doctor().errors] == [

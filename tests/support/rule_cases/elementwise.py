@@ -143,3 +143,7 @@ CASES = {
 }  # fmt: skip
 if hasattr(lax, "log2_p"):  # jax 0.12
     CASES |= _rows({"log2": lax.log2, "one_minus_square": lax.one_minus_square}, 1, FLOATS)
+if hasattr(lax, "polynomial"):  # jax 0.12.0.1
+    CASES |= _rows(
+        {"polynomial": lambda x, *coefficients: lax.polynomial(x, coefficients)}, 3, FLOATS
+    )
