@@ -357,8 +357,6 @@ class TuneOptions(PlacedOptions):
     of train.
     """
 
-    """Gradients are averaged in every step, in full."""
-
     where: DeviceOptions = DeviceOptions()
     pipeline: PipelineOptions = PipelineOptions()
     model: TunedModelOptions = TunedModelOptions()

@@ -44,10 +44,8 @@ def source_of(instruction: Instruction, frames: Frames) -> str:
     """
     if (frame_id := _FRAME_ID.search(instruction.arguments)) and frame_id[1] in frames:
         return frames[frame_id[1]]
-    file, line = (
-        _SOURCE_FILE.search(instruction.arguments),
-        _SOURCE_LINE.search(instruction.arguments),
-    )
+    file = _SOURCE_FILE.search(instruction.arguments)
+    line = _SOURCE_LINE.search(instruction.arguments)
     return f"{file[1]}:{line[1]}" if file and line else ""
 
 

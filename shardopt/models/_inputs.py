@@ -16,7 +16,7 @@ Params = dict[str, PyTree]
 Batch = PyTree  # a dict of arrays; `read_inputs` refuses others
 Tokens = Int[Array | np.ndarray, "B T"]
 _OPTIONAL = "targets", "weights", "segment_ids", "positions", "order"
-"""The leaves of a batch beside the tokens."""
+"""The leaves that a batch may have next to the tokens."""
 
 
 def check_ids(caller: str, batch: PyTree, vocab_size: int, num_positions: int = 0) -> None:

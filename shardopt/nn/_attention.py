@@ -182,7 +182,8 @@ def attention(
         )
     scale = None if scale is None else float(scale)  # one of numpy would widen the queries
     if segment_ids is not None:
-        _check_segments(segment_ids, query)
+        fix = "give the segment of each position, [B, T]."
+        _check_integers("segment_ids", segment_ids, query, [query.shape[:2]], fix)
     rule, marks = (
         MaskRule(causal, window, softcap, scale),
         Marks(_as_rows(positions, query), segment_ids),
@@ -372,12 +373,14 @@ def _refuse_kernel(
         raise ValueError(format_error("attention", f"{implementation} {problem}.", fix=fix))
 
 
-def _check_segments(segment_ids: Array, query: Array) -> None:
-    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-        raise TypeError(f"attention: segment_ids must be integers, got {segment_ids.dtype}.")
-    if segment_ids.shape != query.shape[:2]:
-        problem = f"segment_ids have shape {segment_ids.shape}, for queries {query.shape}."
-        fix = "give the segment of each position, [B, T]."
+def _check_integers(
+    name: str, array: Array, query: Array, shapes: list[tuple[int, ...]], fix: str
+) -> None:
+    """Refuse an array that does not hold integers, or has none of the shapes."""
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"attention: {name} must be integers, got {array.dtype}.")
+    if array.shape not in shapes:
+        problem = f"{name} have shape {array.shape}, for queries {query.shape}."
         raise ValueError(format_error("attention", problem, fix=fix))
 
 
@@ -386,14 +389,9 @@ def _as_rows(positions: Array | None, query: Array) -> Array | None:
     if positions is None:
         return None
     positions = jnp.asarray(positions)
-    if not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise TypeError(f"attention: positions must be integers, got {positions.dtype}.")
     B, T = query.shape[:2]
-    if positions.shape not in ((T,), (B, T)):
-        problem = f"positions have shape {positions.shape}, for queries {query.shape}."
-        raise ValueError(
-            format_error("attention", problem, fix=f"give [T] = ({T},) or [B, T] = ({B}, {T}).")
-        )
+    fix = f"give [T] = ({T},) or [B, T] = ({B}, {T})."
+    _check_integers("positions", positions, query, [(T,), (B, T)], fix)
     return positions.reshape(-1, T).astype(jnp.int32)
 
 

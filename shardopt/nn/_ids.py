@@ -9,7 +9,7 @@ IGNORED = -100
 
 
 def as_int32(ids: jax.Array | np.ndarray) -> jax.Array:
-    """Return ids as int32; an id beyond int32 becomes its nearest number, and never wraps.
+    """Return ids as int32; an id beyond int32 becomes the nearest int32, and never wraps.
 
     A cast would make 2^32 - 100 the target that is ignored, and 2^32 + 1 the token 1.
     """

@@ -100,8 +100,8 @@ def rotated_heads(
       value: [B, T, G, V].
       rotate: rotates heads by their positions, and multiplies them by a second argument.
       norm: norms queries and keys before the rotation; None does not.
-      whole: whether all components of a head rotate, and pairs are its halves. A
-        kernel then rotates in one pass, which multiplies queries by the factor of scores as well.
+      whole: whether all components of a head rotate, and pairs are its halves. A kernel then
+        rotates in one pass, which multiplies queries by the factor of scores as well.
       scale: the factor of scores, as in `so.nn.attention`.
     """
 

@@ -128,7 +128,7 @@ def follow_keys(
 def _step(
     site: EquationPair, relations: Sequence[Relation], key: KeyPath, i: int
 ) -> tuple[str, Any]:
-    """Return the last step of the path of a key that an equation makes, as its result i."""
+    """Return the last step of the path of the key that is result i of an equation."""
     if site.name == "random_split":
         return "split", str(site.params)
     if site.name == "random_fold_in":
@@ -136,11 +136,11 @@ def _step(
         if isinstance(number, Known) and number.whole_values.size == 1:
             return "fold", number.whole_values.item()
         return "fold", None
-    # one of the keys that a split has made
-    is_split_once = key[-1][0] == "split" and len(site.operand_shapes(0)[0]) == 1
-    if site.name == "unstack" and is_split_once:
+    # a key of the list that one split makes
+    comes_from_list = key[-1][0] == "split" and len(site.operand_shapes(0)[0]) == 1
+    if site.name == "unstack" and comes_from_list:
         return "at", i
-    if site.name == "slice" and is_split_once:
+    if site.name == "slice" and comes_from_list:
         (start,), (end,) = site.params["start_indices"], site.params["limit_indices"]
         return ("at", start) if end == start + 1 else ANY
     return ANY

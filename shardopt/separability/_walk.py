@@ -345,8 +345,8 @@ def _linear_solve(
     has_no_gradient = all(isinstance(relation, Known) for relation in relations)
     if has_no_gradient or site.params["jaxprs"].transpose_solve is None:
         return solution
-    # a product has the relation of the solution, and jax transposes the tangents of products. It
-    # transposes those of a jvp rule too, so this does not depend on `proof.training`.
+    # A product has the relation of the solution, and jax transposes the tangents of products. It
+    # also transposes the tangents of a jvp rule, so this does not depend on `proof.training`.
     cotangents = [
         derivatives.derivative_relation(site, solved, site.result_shapes(i))
         for i, solved in enumerate(solution)

@@ -206,8 +206,11 @@ class BatchStream:
         """
         count = position["drawn"]
         counts = RowCounts(*position.get("rows") or ())
-        processes_changed = position.get("processes", self._num_parts()) != self._num_parts()
-        if position["state"] is not None and self._source.has_state and not processes_changed:
+        if (
+            position["state"] is not None
+            and self._source.has_state
+            and not self._processes_changed(position)
+        ):
             states = position.get("states")
             state = position["state"] if states is None else states[jax.process_index()]
             if self._restore_state(state, count, counts):
@@ -219,11 +222,15 @@ class BatchStream:
         while self.drawn < count:
             self._draw_before(count)
         # the last batch may be marked
-        if position.get("processes", self._num_parts()) == self._num_parts():
+        if not self._processes_changed(position):
             self._check_order(position)
         elif count:
             self._check_values(position, _checksum_of_values(self._last_batch, self._rows))
         return f"the data by drawing {plural(count, 'batch')}"
+
+    def _processes_changed(self, position: Mapping[str, Json]) -> bool:
+        """Return whether another number of processes passed the rows of the last batch before."""
+        return position.get("processes") not in (None, self._num_parts())
 
     def _restore_state(self, state: Mapping[str, Json], count: int, counts: RowCounts) -> bool:
         """Move to a saved state; return False if batches have another size than before it.
@@ -292,15 +299,16 @@ class BatchStream:
         a batch of now begins with it.
         """
         begin_of_last = counts.total - (counts.last or 0)
-        begin, is_compared, checksum = 0, False, 0
-        drawn_rows = self._drawn_rows()
+        checksum = None  # of the rows from there on, where a batch begins there
+        begin, drawn_rows = 0, self._drawn_rows()
         while True:
-            is_compared = is_compared or begin == begin_of_last
-            if is_compared:
+            if begin == begin_of_last and self._processes_changed(position):
+                checksum = 0
+            if checksum is not None:
                 checksum += _checksum_of_values(self._last_batch, self._rows)
-            begin = drawn_rows.total
-            if begin >= counts.total:
+            if drawn_rows.total >= counts.total:
                 break
+            begin = drawn_rows.total
             self._draw_before(position["drawn"])
             drawn_rows = self._drawn_rows()
         if drawn_rows.total != counts.total:
@@ -318,21 +326,20 @@ class BatchStream:
             f"the data by drawing {plural(counts.total, 'row')}: batches have"
             f" {drawn_rows.first}, they had {counts.first}"
         )
-        if position.get("processes", self._num_parts()) == self._num_parts():
-            self._check_order({"last": position.get("last_row")}, slice(-1, None))
-        elif is_compared:
+        if checksum is not None:
             self._check_values(position, checksum % 2**64)
-        else:
+        elif self._processes_changed(position):
             description += (
                 "; no batch begins with the last one before, so nothing shows that other processes"
                 " drew the same rows"
             )
+        else:
+            self._check_order({"last": position.get("last_row")}, slice(-1, None))
         return description
 
     def _check_values(self, position: Mapping[str, Json], checksum: int) -> None:
-        """Refuse rows whose values are not those of the last batch before the save.
-
-        Another number of processes drew it.
+        """Refuse rows that have other values than the last batch before the save, which another
+        number of processes drew.
         """
         if checksum == position["values"]:
             return

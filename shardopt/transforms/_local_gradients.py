@@ -15,7 +15,9 @@ from shardopt.trace._primitives import words
 from shardopt.trace._walk import Equations, Walk
 
 OTHER, GRADIENT, CHANGED = range(3)
-"""What a value is: computed without gradients, linear in them, or not linear in them."""
+"""What a value is: computed without gradients, linear in them, or not linear in them. Of several
+operands the largest counts.
+"""
 
 BACKWARD, OF_DEVICE = "transpose(", "gradients_of_device"
 """In the name stack of an equation: jax writes it in a backward pass; `on_mesh` where it takes in
@@ -37,8 +39,8 @@ decide.
 def check_not_changed(updates: PyTree, axis_name: AxisName) -> None:
     """Refuse gradients that were clipped, or averaged, before, where a trace shows it.
 
-    A trace of `jit` or `pmap` has the operations that made a value. Those of a backward pass have a
-    name, and all that follow them must be linear.
+    A trace of `jit` or `pmap` has the operations that made a value. jax names the operations of a
+    backward pass, and all that follow them must be linear.
     """
     leaves = leaves_with_paths(updates)
     kinds = _kinds([leaf for _, leaf in leaves], set(axis_names(axis_name)))
@@ -62,7 +64,7 @@ def _maker(value: Any) -> Any:
 
 
 def _kinds(leaves: Sequence[Any], axes: set[str]) -> dict[int, int]:
-    """Return what the equations made that leaves were computed by: id -> kind."""
+    """Return the kind of value that each equation behind the leaves makes: id of equation -> kind."""
 
     def of_results(walk: Walk[int], eqns: Equations, operands: list[int]) -> list[int]:
         kind, num_results = max(operands, default=OTHER), len(eqns[0].outvars)
