@@ -26,7 +26,6 @@ from shardopt.checkpoint._multihost import on_primary_process, raise_together
 from shardopt.checkpoint._read import load
 from shardopt.checkpoint._record import describe_state, read_meta
 from shardopt.checkpoint._run_folder import (
-    FilesGoneError,
     RunLock,
     check_writable,
     committed,
@@ -50,11 +49,6 @@ from shardopt.step._optimizer import ShardedOptimizer
 _CALLER = "Checkpoints"
 _LOG = logging.getLogger(__name__)
 
-_ATTEMPTS, _RETRY_SECONDS = 5, 0.1
-"""Number of attempts, and seconds between them, if an action fails because somebody is deleting its
-files.
-"""
-
 
 class Checkpoints:
     """The checkpoints of one training run: asynchronous, atomic, rotating.
@@ -73,8 +67,7 @@ class Checkpoints:
 
     From its construction to `close` it is the only writer of the folder. A second writer, in any
     process, is refused; the lock of a writer that died is ignored. If somebody deletes the folder
-    during training, the next `save` makes it again and logs a warning: earlier checkpoints are
-    lost, but the run continues.
+    during training, the next `save` raises.
 
     With several processes all construct it and call its methods in the same order; process 0
     deletes. The arguments can be read as attributes; `directory` is then an absolute `Path`.
@@ -269,19 +262,16 @@ class Checkpoints:
         Raises:
           TypeError: if a leaf is not an array, a metric not a scalar, or `extra` not JSON.
           ValueError: if the state was donated, or `step` is negative.
-          CheckpointError: if an earlier write failed; if this write cannot begin; if another job's
-            folder replaced the folder, or it was unmounted; if it holds steps later than this one;
-            after `close`.
+          CheckpointError: if an earlier write failed; if this write cannot begin; if the folder was
+            deleted, replaced or unmounted; if it holds steps later than this one; after `close`.
         """
         if self.hash_only:
             extra = (extra or {}) | {KEY: record_of(state.params, self.hash_only)}
             state = without_hashed(state, self.hash_only)
             sums = None if sums is None else {path: sums[path] for path in leaves_by_path(state)}
         meta = describe_state(state, step, metrics, extra)._replace(sums=sums)
-        failure = self._settled()
-        if on_primary_process(lambda: self._prepare(meta.step)):
-            failure = None  # the failed write was deleted with the folder
-        raise_together(failure, unless=FilesGoneError)
+        raise_together(self._settled())
+        on_primary_process(lambda: self._prepare(meta.step))
         self._save_time = _clock()
         commit = start_write(self._lock, self._writer, state, meta)
         self._pending = self._thread.submit(self._commit_and_rotate, commit, meta.step)
@@ -369,32 +359,20 @@ class Checkpoints:
             return None  # a fork does not have the writer thread
         return pending.exception()
 
-    def _prepare(self, step: int) -> bool:
-        """Make the folder ready for a step.
-
-        Return whether it had been deleted and was made again.
-        """
+    def _prepare(self, step: int) -> None:
+        """Check that the folder is still there and can take the step, and delete stale files."""
         if self._closed:
             raise CheckpointError(
                 format_error(_CALLER, "save was called after close.", fix="make a new Checkpoints.")
             )
-        for _ in range(_ATTEMPTS - 1):
-            try:
-                return self._make_ready(step)
-            except FilesGoneError:  # somebody is deleting the folder: try again until that is done
-                time.sleep(_RETRY_SECONDS)
-        return self._make_ready(step)
-
-    def _make_ready(self, step: int) -> bool:
         try:
-            was_deleted = not self._lock.is_held()
-            if was_deleted:
-                self._lock.acquire_again(step)
-                text = (
-                    "%s: %s was deleted while the job ran. It is made again for step %d;"
-                    " checkpoints before it are gone."
+            if not self._lock.is_held():
+                problem = (
+                    f"step {step} cannot be saved: {self.directory} was deleted, replaced or"
+                    " unmounted while the job ran."
                 )
-                _LOG.warning(text, _CALLER, self.directory, step)
+                fix = "save to another folder, with a new Checkpoints."
+                raise CheckpointError(format_error(_CALLER, problem, fix=fix))
             if later_steps := [
                 saved_step for saved_step in committed(self.directory) if saved_step > step
             ]:
@@ -411,7 +389,6 @@ class Checkpoints:
             check_writable(self.directory, step)
         except OSError as error:
             raise write_error(_CALLER, self.directory, step, error) from error
-        return was_deleted
 
     def _commit_and_rotate(self, commit: Callable[[], None], step: int) -> None:
         progress.mark("write", step, lane=progress.SAVING)

@@ -38,23 +38,18 @@ def on_primary_process(action: Callable[[], T]) -> T:
     return value
 
 
-def raise_together(
-    failure: BaseException | None, *, unless: type[CheckpointError] | None = None
-) -> None:
+def raise_together(failure: BaseException | None) -> None:
     """Raise this process's failure, or the failure of another process. All processes must call it.
 
     Args:
       failure: the failure of this process, or None.
-      unless: if the failure of any process is of this kind, no error is raised.
     """
     received = [json.loads(text) for text in exchange(json.dumps(_describe(failure)))]
-    errors = [_error(*description) for description in received if description is not None]
-    if unless is not None and any(isinstance(error, unless) for error in errors):
-        return
     if failure is not None:
         raise failure
-    if errors:
-        raise errors[0]
+    for description in received:
+        if description is not None:
+            raise _error(*description)
 
 
 def exchange(text: str) -> list[str]:

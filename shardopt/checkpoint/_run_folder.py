@@ -19,10 +19,6 @@ from shardopt.runtime._files import Lock, acquire_lock, holds_lock, is_gone, rel
 _SAVING, _DELETING, _REPLACED = ".saving-", ".deleting-", ".replaced-"
 
 
-class FilesGoneError(CheckpointError):
-    """Files vanished while they were being written: somebody is deleting the folder."""
-
-
 def run_folder(directory: str | os.PathLike[str]) -> Path:
     """Return the folder of a run as an absolute path.
 
@@ -144,9 +140,6 @@ class RunLock:
     def __init__(self, caller: str, directory: Path):
         self.caller, self.directory = caller, directory
         self._lock: Lock | None = None
-        # a descriptor of the folder, to recognise a later folder with the same name
-        self._folder = -1
-        self._device = -1  # the file system of the folder
 
     def acquire(self) -> None:
         """Become the writer of the folder, and delete files of killed writers.
@@ -162,7 +155,6 @@ class RunLock:
             self.directory.mkdir(parents=True, exist_ok=True)
             lock = acquire_lock(self.caller, self.directory)
             remove_stale(self.directory)
-            folder = os.open(self.directory, os.O_RDONLY)
         except OSError as error:
             if lock is not None:
                 release_lock(lock)
@@ -172,61 +164,15 @@ class RunLock:
             fix = "choose a folder that you may write to."
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 fix = "make room there, or choose another folder."
-            error_type = FilesGoneError if is_gone(error) else CheckpointError
-            raise error_type(format_error(self.caller, problem, fix=fix)) from error
-        self.release()
-        self._lock, self._folder, self._device = lock, folder, os.fstat(folder).st_dev
-
-    def acquire_again(self, step: int) -> None:
-        """Become the writer again after somebody deleted the folder, so that the state in memory is
-        not lost too.
-
-        Two cases are refused:
-
-        - A folder of that name exists, is not the folder of before, and holds checkpoints: they
-          belong to another job.
-        - The nearest existing folder is on another file system: the file system of the run is no
-          longer mounted. Nobody would look for the run under its mount point.
-
-        Raises:
-          CheckpointError: in these two cases, if another job took the folder first, or if the
-            folder cannot be made.
-        """
-        nearest_folder = next(
-            folder for folder in (self.directory, *self.directory.parents) if folder.is_dir()
-        )
-        problem = ""
-        if committed(self.directory) and not self._is_same_folder():
-            problem = (
-                f"{self.directory} was replaced while the job ran, by one with other checkpoints."
-            )
-        elif nearest_folder.stat().st_dev != self._device:
-            problem = (
-                f"{self.directory} is gone, and {nearest_folder} is on another file system than it"
-                " was: was it unmounted?"
-            )
-        if problem:
-            fix = "bring it back, or make a new Checkpoints elsewhere."
-            raise CheckpointError(
-                format_error(self.caller, f"step {step} cannot be saved: {problem}", fix=fix)
-            )
-        self.acquire()
+            raise CheckpointError(format_error(self.caller, problem, fix=fix)) from error
+        self._lock = lock
 
     def is_held(self) -> bool:
-        """Return whether the folder is still the acquired one."""
+        """Return whether the folder is still the acquired one: nobody deleted or replaced it."""
         return self._lock is not None and holds_lock(self._lock)
 
     def release(self) -> None:
         """Stop being the writer. Calling it twice is harmless."""
         if self._lock is not None:
             release_lock(self._lock)
-            os.close(self._folder)
             self._lock = None
-
-    def _is_same_folder(self) -> bool:
-        try:
-            return os.path.samestat(os.fstat(self._folder), self.directory.stat())
-        except OSError as error:
-            if not is_gone(error):
-                raise
-            return False  # NFS forgets deleted files

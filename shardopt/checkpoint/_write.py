@@ -22,7 +22,6 @@ from shardopt.checkpoint._record import (
     write_meta,
 )
 from shardopt.checkpoint._run_folder import (
-    FilesGoneError,
     RunLock,
     check_writable,
     committed,
@@ -34,7 +33,6 @@ from shardopt.checkpoint._run_folder import (
 )
 from shardopt.core._errors import CheckpointError, calling, format_error
 from shardopt.core._types import PyTree
-from shardopt.runtime._files import is_gone
 
 _DISK_FULL_MESSAGES = ("No space left on device", "File too large", "Disk quota exceeded")
 """Messages of the kernel about a full disk. orbax and tensorstore wrap them in their own error
@@ -190,7 +188,7 @@ def _commit(lock: RunLock, step: int) -> None:
 
 
 def write_error(caller: str, directory: Path, step: int, error: Exception) -> CheckpointError:
-    """Return the error for a failed write: a `FilesGoneError` if somebody deleted the files."""
+    """Return the error for a failed write."""
     error_lines = _error_lines(error)
     cause = f"{type(error).__name__}: {error_lines[0]}"
     # the reason may be in a later line
@@ -203,12 +201,9 @@ def write_error(caller: str, directory: Path, step: int, error: Exception) -> Ch
         "make room" if any(text in cause for text in _DISK_FULL_MESSAGES) else "remove the cause"
     )
     fix = f"{advice}, then save again; checkpoints that were committed before are untouched."
-    if _is_deleted(directory):
-        fix = f"{directory} was deleted, with what was in it; save again, and it is made again."
-    error_type = (
-        FilesGoneError if any(text in cause for text in _DELETED_MESSAGES) else CheckpointError
-    )
-    return error_type(format_error(caller, problem, fix=fix))
+    if any(text in cause for text in _DELETED_MESSAGES):
+        fix = "somebody deletes files there: end that, or save to another folder."
+    return CheckpointError(format_error(caller, problem, fix=fix))
 
 
 def _error_lines(error: BaseException) -> list[str]:
@@ -220,11 +215,3 @@ def _error_lines(error: BaseException) -> list[str]:
         *(str(error).strip().splitlines() or ["no message"]),
         *(line for inner in inner_errors for line in _error_lines(inner)),
     ]
-
-
-def _is_deleted(directory: Path) -> bool:
-    try:
-        directory.stat()
-    except OSError as error:
-        return is_gone(error)
-    return False

@@ -11,11 +11,7 @@ from rich.console import Console
 import shardopt as so
 from shardopt.cli import _display as display
 from shardopt.cli._options import RunOptions
-from shardopt.cli._run_folder import (
-    loggers,
-    order_changes,
-    write_options,
-)
+from shardopt.cli._run_folder import METRICS, order_changes, write_options
 from shardopt.core._types import PyTree, TrainState
 from shardopt.training._fit import FitResult
 
@@ -62,7 +58,7 @@ class RunInFolder(NamedTuple):
                 ),
                 norms_every=run.norms_every,
                 checkpoints=checkpoints,
-                log=loggers(options, self.num_bytes),
+                log=so.training.jsonl(run.run_dir / METRICS),
             )
         if result.exit_code:
             display.show_stopped(self.screen, options, result, self.steps)

@@ -1,11 +1,9 @@
 """The folder of a run: its files, and when it may be used."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import shardopt as so
 from shardopt.checkpoint._run_folder import committed
 from shardopt.checkpoint._tree import JsonObject
 from shardopt.cli._options import (
@@ -96,20 +94,6 @@ def write_options(options: RunOptions, text_bytes: int) -> None:
     options.run.run_dir.mkdir(parents=True, exist_ok=True)
     saved = to_json(options) | {"text_bytes": text_bytes}
     write_atomic(options.run.run_dir / CONFIG, json.dumps(saved, indent=2) + "\n")
-
-
-def keep_options(options: RunOptions, text_bytes: int) -> None:
-    """Write the options again if somebody deleted the folder: without them the run could not be
-    resumed.
-    """
-    if not (options.run.run_dir / CONFIG).exists():
-        write_options(options, text_bytes)
-
-
-def loggers(options: RunOptions, text_bytes: int) -> list[Callable[..., object]]:
-    """Return the functions that log the metrics of a run."""
-    metrics = so.training.jsonl(options.run.run_dir / METRICS)
-    return [metrics, lambda *_: keep_options(options, text_bytes)]
 
 
 def _read_config(folder: Path, options_type: type[RunOptions]) -> JsonObject:

@@ -169,10 +169,10 @@ def test_four_are_told_to_end(start, unbroken, tmp_path, draw):
 
 
 @pytest.mark.parametrize("draw", range(10))
-def test_the_checkpoints_of_four_are_deleted(start, unbroken, tmp_path, draw):
-    """At any moment, or as soon as one is being written: all go on, and none waits for ever for one
-    that could not write.
-    """
+def test_all_four_end_with_the_reason_when_their_checkpoints_are_deleted(
+    start, unbroken, tmp_path, draw
+):
+    """At any moment, or as soon as one is being written: none waits for one that could not write."""
     rng = random.Random(200 + draw)
     folder = tmp_path / "checkpoints"
     job = start(tmp_path)
@@ -185,12 +185,10 @@ def test_the_checkpoints_of_four_are_deleted(start, unbroken, tmp_path, draw):
     said += list(job.stdout)
     assert time.monotonic() - deleted < unbroken[1] + ENDS_WITHIN
     text = "".join(said)
-    assert job.wait() == 0, text
+    assert job.wait() != 0, text
     assert re.search(
-        rf"{folder} was deleted while the job ran\. It is made again for step \d+0; ", text
+        rf"{folder} was deleted, replaced or unmounted while the job ran|somebody deletes files",
+        text,
     ), text
-    assert same(tmp_path, unbroken[0])
-    assert sorted(path.name for path in folder.iterdir() if path.name.isdecimal()) == [
-        str(STEPS - 20),
-        str(STEPS),
-    ]
+    committed = [path.name for path in folder.glob("*") if path.name.isdecimal()]
+    assert str(STEPS) not in committed

@@ -26,18 +26,6 @@ def test_a_second_run_leaves_the_options_of_the_first_alone(tiny, tmp_path, caps
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "config.json"]
 
 
-def test_options_that_were_deleted_under_the_run_are_written_again(tmp_path):
-    from shardopt.cli._options import FolderOptions, TrainOptions
-    from shardopt.cli._run_folder import keep_options, read_options
-
-    options = TrainOptions(run=FolderOptions(run_dir=tmp_path / "run"))
-    keep_options(options, 7)
-    assert read_options(tmp_path / "run").model == options.model
-    (tmp_path / "run" / "config.json").write_text("kept as it is")
-    keep_options(options, 7)
-    assert (tmp_path / "run" / "config.json").read_text() == "kept as it is"
-
-
 def test_a_full_disk_leaves_the_options_as_they_were(tmp_path, monkeypatch):
     from shardopt.cli._options import FolderOptions, TrainOptions
     from shardopt.cli._run_folder import read_options, write_options
