@@ -28,7 +28,7 @@ from shardopt.adapters._quantized_weight import Base, QuantizedWeight, quantize
 from shardopt.checkpoint._hashed import compile_patterns
 from shardopt.core._arguments import check_choice, check_count, check_number
 from shardopt.core._block_model import BLOCKS, BlockModel, LossFn, as_block_model, takes_rng
-from shardopt.core._errors import calling, error_text, plural, value_error
+from shardopt.core._errors import calling, plural, type_error, value_error
 from shardopt.core._types import PyTree, Rule, Rules, TrainState, leaves_with_paths
 from shardopt.models._pretrained import Pretrained, sharding_of_weight
 from shardopt.nn._low_rank import FACTORS, LowRank, low_rank_shapes
@@ -417,7 +417,7 @@ def lora(
             "dropout acts on the input of A, which a merged weight does not have.", fix=fix
         )
     if callable(rules) or any(map(callable, rules)):
-        raise TypeError(error_text("rules must be [(regex, PartitionSpec), ...], got a function."))
+        raise type_error("rules must be [(regex, PartitionSpec), ...], got a function.")
     adapted = Lora(
         model,
         compile_patterns("targets", targets, "name weights by their key paths."),

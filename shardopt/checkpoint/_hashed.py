@@ -11,7 +11,7 @@ import numpy as np
 
 from shardopt.checkpoint._tree import Json, JsonObject
 from shardopt.core._checksum import checksum
-from shardopt.core._errors import CheckpointError, error_text, value_error
+from shardopt.core._errors import CheckpointError, error_text, type_error, value_error
 from shardopt.core._types import PyTree, leaves_with_paths
 
 Patterns = Sequence[str | re.Pattern[str]]
@@ -32,7 +32,7 @@ def compile_patterns(name: str, patterns: Patterns, fix: str) -> tuple[re.Patter
       ValueError: if one does not compile.
     """
     if isinstance(patterns, str) or not isinstance(patterns, Sequence):
-        raise TypeError(error_text(f"{name} must be a list of regexes, got {patterns!r}.", fix=fix))
+        raise type_error(f"{name} must be a list of regexes, got {patterns!r}.", fix=fix)
     try:
         return tuple(re.compile(pattern) for pattern in patterns)
     except (re.error, TypeError) as error:

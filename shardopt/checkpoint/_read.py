@@ -26,6 +26,7 @@ from shardopt.core._errors import (
     calling,
     error_text,
     plural,
+    type_error,
 )
 from shardopt.core._types import PyTree, TrainState
 from shardopt.step._optimizer import ShardedOptimizer
@@ -181,12 +182,12 @@ def check_target(
     """
     if not isinstance(new_chain, bool | Mapping):
         problem = f"new_chain must be True, False or a dict of paths, got {new_chain!r:.80}."
-        raise TypeError(error_text(problem))
+        raise type_error(problem)
     if isinstance(target, ShardedOptimizer):
         return
     if abstract_params is not None or new_chain is not False:
         name = "new_chain is" if abstract_params is None else "abstract_params are"
-        raise TypeError(error_text(f"{name} for an optimizer, not for an abstract state."))
+        raise type_error(f"{name} for an optimizer, not for an abstract state.")
     leaves = leaves_by_path(target)
     invalid_leaves = [
         f"{show(path) or 'target'}:"
@@ -196,7 +197,7 @@ def check_target(
     ]
     if invalid_leaves or not leaves:
         problem = "target must be an optimizer, or a pytree of jax.ShapeDtypeStruct with shardings."
-        raise TypeError(error_text(problem, invalid_leaves, fix=_TARGET_FIX))
+        raise type_error(problem, invalid_leaves, fix=_TARGET_FIX)
 
 
 _TARGET_FIX = (

@@ -33,6 +33,7 @@ from shardopt.core._errors import (
     DamagedCheckpointError,
     error_text,
     format_error,
+    type_error,
     value_error,
 )
 from shardopt.core._extras import version_of
@@ -114,7 +115,7 @@ def _check_step(step: int | None, state: PyTree) -> int:
         step = getattr(state, "step", None)
         if step is None:
             problem = f"step must be given, because the state ({type(state).__name__}) has none."
-            raise TypeError(error_text(problem, fix="pass step=."))
+            raise type_error(problem, fix="pass step=.")
         step = int(np.asarray(jax.device_get(step)))
     check_integer("step", step)
     if step < 0:

@@ -13,7 +13,7 @@ import os
 import shutil
 from pathlib import Path
 
-from shardopt.core._errors import CheckpointError, error_text, format_error, value_error
+from shardopt.core._errors import CheckpointError, format_error, type_error, value_error
 from shardopt.runtime._files import Lock, acquire_lock, holds_lock, is_gone, release_lock
 
 _SAVING, _DELETING, _REPLACED = ".saving-", ".deleting-", ".replaced-"
@@ -28,9 +28,7 @@ def run_folder(directory: str | os.PathLike[str]) -> Path:
     """
     if not isinstance(directory, str | os.PathLike):
         fix = "pass a path."
-        raise TypeError(
-            error_text(f"directory must be a path, got {type(directory).__name__}.", fix=fix)
-        )
+        raise type_error(f"directory must be a path, got {type(directory).__name__}.", fix=fix)
     if "://" in os.fspath(directory):
         problem = f"directory must be a path in a file system, got {os.fspath(directory)!r}."
         fix = "mount the bucket (for instance with gcsfuse) and pass the path of the mount."

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardopt.checkpoint._tree import LeafPath, leaves_by_path, nest, show, unnest
-from shardopt.core._errors import error_text, value_error
+from shardopt.core._errors import type_error, value_error
 from shardopt.core._types import PyTree, is_array_like
 from shardopt.runtime._progress import waiting
 
@@ -144,7 +144,7 @@ def check_leaves(tree: PyTree) -> None:
             "make them arrays (jnp.asarray; so.replace sets hyperparameters and the step of a train"
             " state), or keep them out of the state."
         )
-        raise TypeError(error_text("the state must be a pytree of arrays.", not_arrays, fix=fix))
+        raise type_error("the state must be a pytree of arrays.", not_arrays, fix=fix)
     deleted = [
         show(path)
         for path, leaf in leaves.items()

@@ -8,7 +8,7 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._user_mesh import read_mesh
 from shardopt.core._block_model import as_block_model
 from shardopt.core._block_remat import Named, Remat, read_remat
-from shardopt.core._errors import calling, error_text, value_error
+from shardopt.core._errors import calling, type_error, value_error
 from shardopt.core._place import check_joined
 from shardopt.partition._rules import check_rules
 from shardopt.trace._marks import BLOCK_INPUT
@@ -36,7 +36,7 @@ def _check_config(config: StrategyConfig) -> StrategyConfig:
     model = as_block_model(config.loss.loss_fn)
     if model is None and not callable(config.loss.loss_fn):
         problem = "loss_fn must be a function (params, batch) -> loss, or a BlockModel"
-        raise TypeError(error_text(f"{problem}, got {type(config.loss.loss_fn).__name__}."))
+        raise type_error(f"{problem}, got {type(config.loss.loss_fn).__name__}.")
     check_evaluate_fn(config)
     config = config.replace(
         mesh=mesh, user_mesh=user_mesh, rules=user_mesh.rules(config.layout.rules)
@@ -60,13 +60,13 @@ def check_optimizer(tx: optax.GradientTransformation) -> None:
             "tx must be an optax.GradientTransformation, but it is sharded already, by"
             f" so.{sharded.strategy}."
         )
-        raise TypeError(error_text(problem, fix="pass the optax optimizer itself, opt.wrapped."))
+        raise type_error(problem, fix="pass the optax optimizer itself, opt.wrapped.")
     if isinstance(tx, type) or not (
         callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))
     ):
         problem = f"tx must be an optax.GradientTransformation, got {type(tx).__name__}."
         fix = "pass an optimizer such as optax.adamw(1e-3), called, not the function itself."
-        raise TypeError(error_text(problem, fix=fix))
+        raise type_error(problem, fix=fix)
 
 
 def check_evaluate_fn(config: StrategyConfig) -> None:
@@ -86,21 +86,19 @@ def check_evaluate_fn(config: StrategyConfig) -> None:
             f" {evaluate_fn!r:.80}."
         )
         fix = "pass evaluate_fn=loss, or leave it out to evaluate loss_fn."
-        raise TypeError(error_text(problem, fix=fix))
+        raise type_error(problem, fix=fix)
     if config.schedule is not None and not has_blocks:
         problem = (
             "evaluate_fn must be a BlockModel, because the stages of the pipeline hold its blocks."
         )
-        raise TypeError(
-            error_text(problem, fix="pass model._replace(loss=...), or so.BlockModel(...).")
-        )
+        raise type_error(problem, fix="pass model._replace(loss=...), or so.BlockModel(...).")
     if has_blocks and not trains_blocks:
         problem = "evaluate_fn is a BlockModel, but loss_fn is not."
         fix = (
             "train on the BlockModel too, or pass lambda params, batch: model.loss_fn(params,"
             " batch)."
         )
-        raise TypeError(error_text(problem, fix=fix))
+        raise type_error(problem, fix=fix)
 
 
 def _conflicts(config: StrategyConfig) -> Iterator[tuple[str, str]]:

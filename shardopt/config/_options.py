@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from shardopt.config._program_check import ProgramCheck
 from shardopt.core._arguments import check_choice, check_count, is_integer
 from shardopt.core._block_model import LossFn
-from shardopt.core._errors import error_text, value_error
+from shardopt.core._errors import error_text, type_error, value_error
 from shardopt.core._reducer import Reducer, check_reducer
 from shardopt.core._types import Rules
 from shardopt.partition._rules import check_rules
@@ -133,7 +133,7 @@ def check_batch_dims(name: str, dims: Any) -> BatchDims:
             f" position dim)), got {dims!r}."
         )
         fix = f"write {name}=[('^frames$', 1), ('^table$', None), ('^image$', (0, 2))]."
-        raise TypeError(error_text(problem, fix=fix))
+        raise type_error(problem, fix=fix)
     _check_patterns(name, [pattern for pattern, _ in rules])
     return rules
 
@@ -171,14 +171,14 @@ def _choice(choices: Any, fix: str) -> Callable[[str, Any], str]:
 def _compiler_options(name: str, options: CompilerOptions | None) -> CompilerOptions | None:
     if options is not None and not isinstance(options, Mapping):
         problem = f"{name} must be a dict of option name to value, got {type(options).__name__}."
-        raise TypeError(error_text(problem, fix="start from so.runtime.compiler_options(mesh)."))
+        raise type_error(problem, fix="start from so.runtime.compiler_options(mesh).")
     return options
 
 
 def _program_check(name: str, check: ProgramCheck | None) -> ProgramCheck | None:
     if check is not None and not callable(check):
         problem = f"{name} must be a function (compiled, lowered) -> None, got {check!r}."
-        raise TypeError(error_text(problem, fix="pass so.hlo.check_proved, or leave it out."))
+        raise type_error(problem, fix="pass so.hlo.check_proved, or leave it out.")
     return check
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from shardopt.config._user_mesh import Axes
-from shardopt.core._errors import calling, error_text, plural
+from shardopt.core._errors import calling, plural, value_error
 from shardopt.mesh import arrange
 
 
@@ -74,7 +74,7 @@ class MeshShape(NamedTuple):
             fix = (
                 "make the strategy here, on a mesh of these devices, or send it to as many devices."
             )
-            raise ValueError(error_text(problem, fix=fix))
+            raise value_error(problem, fix=fix)
         return {**self.sizes, self.data_axis: num_devices // other}
 
 
@@ -143,7 +143,7 @@ def _device(platform: str, device_id: int) -> Any:
             return device
     problem = f"a loss or an optimizer holds device {platform}:{device_id}, which this job has not."
     fix = "let it hold the mesh in place of the device; or make the strategy here."
-    raise ValueError(error_text(problem, fix=fix))
+    raise value_error(problem, fix=fix)
 
 
 def _reduce_mesh(mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardopt.config._axes import TABLE
-from shardopt.core._errors import error_text, value_error
+from shardopt.core._errors import type_error, value_error
 from shardopt.core._types import PyTree, Rule, Rules, is_array_like
 from shardopt.mesh import AXES, on_mesh, spec_axes
 from shardopt.partition._rules import check_rules
@@ -168,11 +168,8 @@ def read_mesh(mesh: Mesh, names: Axes | None, *, pipelined: bool) -> tuple[Mesh,
         not next to each other.
     """
     if not isinstance(mesh, Mesh):
-        raise TypeError(
-            error_text(
-                f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Fix: use"
-                " so.make_mesh()."
-            )
+        raise type_error(
+            f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Fix: use so.make_mesh()."
         )
     axes = _axes_of_roles(mesh, Axes(mesh) if names is None else names)
     for role in ("data", "pipeline") if pipelined else ("data",):
@@ -212,10 +209,8 @@ def _axes_of_roles(mesh: Mesh, names: Axes) -> dict[str, tuple[str, ...]]:
     for role, names_of_role in zip(names._fields[1:], names[1:], strict=True):
         axes = (names_of_role,) if isinstance(names_of_role, str) else names_of_role
         if not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
-            raise TypeError(
-                error_text(
-                    f"{role} of so.Axes must name mesh axes, got {names_of_role!r}.", fix=fix
-                )
+            raise type_error(
+                f"{role} of so.Axes must name mesh axes, got {names_of_role!r}.", fix=fix
             )
         if names_of_role != role and (
             missing := [axis for axis in axes if axis not in mesh.axis_names]

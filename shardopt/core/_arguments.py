@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 
-from shardopt.core._errors import error_text, value_error
+from shardopt.core._errors import type_error, value_error
 from shardopt.core._types import PyTree
 
 
@@ -29,9 +29,7 @@ def check_integer(name: str, value: int) -> None:
       TypeError: if it has another type.
     """
     if not is_integer(value):
-        raise TypeError(
-            error_text(f"{name} must be an integer, got {value!r} ({type(value).__name__}).")
-        )
+        raise type_error(f"{name} must be an integer, got {value!r} ({type(value).__name__}).")
 
 
 def check_flag(name: str, value: bool) -> None:
@@ -41,7 +39,7 @@ def check_flag(name: str, value: bool) -> None:
       TypeError: if it has another type.
     """
     if not isinstance(value, bool):
-        raise TypeError(error_text(f"{name} must be True or False, got {value!r}."))
+        raise type_error(f"{name} must be True or False, got {value!r}.")
 
 
 def check_choice(name: str, value: str, choices: Collection[str], fix: str) -> None:
@@ -52,7 +50,7 @@ def check_choice(name: str, value: str, choices: Collection[str], fix: str) -> N
       ValueError: if it is another string.
     """
     if not isinstance(value, str):
-        raise TypeError(error_text(f"{name} must be a string, got {value!r}.", fix=fix))
+        raise type_error(f"{name} must be a string, got {value!r}.", fix=fix)
     if value not in choices:
         raise value_error(f"unknown {name} {value!r}.", fix=fix)
 
@@ -86,9 +84,7 @@ def check_is_number(name: str, value: float) -> None:
       TypeError: if it has another type.
     """
     if not is_number(value):
-        raise TypeError(
-            error_text(f"{name} must be a number, got {value!r} ({type(value).__name__}).")
-        )
+        raise type_error(f"{name} must be a number, got {value!r} ({type(value).__name__}).")
 
 
 def check_number(
@@ -131,9 +127,7 @@ def check_transformation(
     ):
         fix = "pass a transformation such as optax.adamw(1e-3), called, not the function itself."
         tx_name = getattr(tx, "__name__", type(tx).__name__)
-        raise TypeError(
-            error_text(f"{name} must be an optax.GradientTransformation, got {tx_name}.", fix=fix)
-        )
+        raise type_error(f"{name} must be an optax.GradientTransformation, got {tx_name}.", fix=fix)
 
     def init(params: PyTree) -> PyTree:
         arrays = {id(leaf) for leaf in jax.tree.leaves(params)}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax
 from jax._src.core import get_axis_env, top_axis_env, trace_ctx
 
-from shardopt.core._errors import error_text, value_error
+from shardopt.core._errors import type_error, value_error
 
 AxisName = str | tuple[str, ...]
 """The name of a mesh axis, or a tuple of names that act as one axis; the last name varies fastest.
@@ -23,7 +23,7 @@ def axis_names(axis_name: AxisName) -> tuple[str, ...]:
         or not all(isinstance(name, str) for name in names)
     ):
         problem = f"an axis name is a string or a tuple of strings, got {axis_name!r}."
-        raise TypeError(error_text(problem, fix='pass the name of a mesh axis, such as "data".'))
+        raise type_error(problem, fix='pass the name of a mesh axis, such as "data".')
     if len(set(names)) < len(names):
         raise value_error(f"axis names must differ, got {tuple(names)!r}.")
     return tuple(names)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardopt.core._arguments import check_count, check_number
-from shardopt.core._errors import calling, error_text, value_error
+from shardopt.core._errors import calling, type_error, value_error
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,11 @@ class EarlyStopping:
     @calling("EarlyStopping")
     def __post_init__(self):
         if not isinstance(self.metric, str):
-            raise TypeError(
-                error_text(
-                    f"metric must be the name of a metric, got {type(self.metric).__name__}."
-                )
+            raise type_error(
+                f"metric must be the name of a metric, got {type(self.metric).__name__}."
             )
         if not isinstance(self.mode, str):
-            raise TypeError(error_text(f"mode must be 'min' or 'max', got {self.mode!r}."))
+            raise type_error(f"mode must be 'min' or 'max', got {self.mode!r}.")
         if not self.metric:
             raise value_error("metric must not be empty.")
         check_count("patience", self.patience)

@@ -26,7 +26,7 @@ class calling:  # noqa: N801, because it reads as a verb, like contextlib.suppre
       >>> @calling("fsdp")
       ... def fsdp(micro_batches):
       ...     if micro_batches < 1:
-      ...         raise ValueError(error_text(f"micro_batches must be at least 1, got {micro_batches}."))
+      ...         raise value_error(f"micro_batches must be at least 1, got {micro_batches}.")
       >>> fsdp(0)
       Traceback (most recent call last):
       ...
@@ -171,6 +171,11 @@ def value_error(problem: str, offenders: Sequence[str] = (), fix: str = "") -> V
       Fix: pass steps=1.
     """
     return ValueError(error_text(problem, offenders, fix))
+
+
+def type_error(problem: str, offenders: Sequence[str] = (), fix: str = "") -> TypeError:
+    """Return a TypeError with the message of `error_text`."""
+    return TypeError(error_text(problem, offenders, fix))
 
 
 def plural(count: int, noun: str) -> str:

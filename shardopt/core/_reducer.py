@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from shardopt.core._axis import AxisName
-from shardopt.core._errors import error_text
+from shardopt.core._errors import type_error
 from shardopt.core._types import PyTree
 
 Values = list[jax.Array]
@@ -82,7 +82,7 @@ def check_reducer(reducer: object) -> None:
     if not isinstance(reducer, Reducer):
         type_name = getattr(reducer, "__name__", type(reducer).__name__)
         fix = "pass one such as so.reducers.int8(), called."
-        raise TypeError(error_text(f"reducer must be a Reducer, got {type_name}.", fix=fix))
+        raise type_error(f"reducer must be a Reducer, got {type_name}.", fix=fix)
 
 
 def grouped(reducer: Reducer, keys: Sequence[Hashable], paths: Sequence[str]) -> Reducer:

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.stages import Compiled, Lowered
 
-from shardopt.core._errors import calling, error_text, format_error
+from shardopt.core._errors import calling, format_error, type_error, value_error
 from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import PyTree, leaves_with_paths
 from shardopt.hlo._collective import Collective, read_collective
@@ -187,7 +187,7 @@ def read_program(
             f"cannot tell the mesh of this program on {replicas * partitions} devices, none of its"
             " inputs has one."
         )
-        raise ValueError(error_text(problem, fix="pass mesh=, the mesh it was compiled for."))
+        raise value_error(problem, fix="pass mesh=, the mesh it was compiled for.")
     sizes = dict(
         known_mesh.shape if isinstance(known_mesh, Mesh | AbstractMesh) else known_mesh or {}
     )
@@ -207,7 +207,7 @@ def _compiled_text(
             inspect.signature(program.lower).bind(*args)
         except TypeError as error:
             fix = "pass the arguments of the function too: so.hlo.audit(opt.step, state, batch)."
-            raise TypeError(error_text(f"{error}.", fix=fix)) from None
+            raise type_error(f"{error}.", fix=fix) from None
         program = program.lower(*args)
         _check_placed(program, args)
     elif args and isinstance(program, str | Lowered | Compiled):
@@ -215,7 +215,7 @@ def _compiled_text(
             f"arguments belong to a function, not to a {type(program).__name__}, which is lowered"
             " already."
         )
-        raise TypeError(error_text(problem, fix="leave them out."))
+        raise type_error(problem, fix="leave them out.")
     if isinstance(program, str):
         return program, None, None
     compiled = program.compile() if isinstance(program, Lowered) else program
@@ -225,13 +225,11 @@ def _compiled_text(
             "pass a jitted function with its arguments, such as opt.step, a Lowered, a Compiled, or"
             " HLO text."
         )
-        raise TypeError(error_text(problem, fix=fix))
+        raise type_error(problem, fix=fix)
     lowered = program if isinstance(program, Lowered) else None
     text = text_of(compiled, lowered)
     if text is None:
-        raise ValueError(
-            error_text("this backend does not give the text of its compiled programs.")
-        )
+        raise value_error("this backend does not give the text of its compiled programs.")
     return text, compiled, lowered
 
 
@@ -261,7 +259,7 @@ def _check_placed(lowered: Lowered, args: tuple[PyTree, ...]) -> None:
             "pass jax.ShapeDtypeStruct(shape, dtype, sharding=...), as in opt.abstract_state(); or"
             " jitted.lower(...), if one device is meant."
         )
-        raise ValueError(error_text(problem, unplaced, fix))
+        raise value_error(problem, unplaced, fix)
 
 
 def _known_mesh(compiled: Compiled | None, args: tuple[PyTree, ...]) -> Mesh | AbstractMesh | None:
@@ -293,13 +291,11 @@ def _check_devices(sizes: dict[str, int], devices: int, *, several_slices: bool)
                 f" {sizes}."
             )
             fix = "pass the mesh of all slices, whose outermost axis spans them."
-            raise ValueError(error_text(problem, fix=fix))
+            raise value_error(problem, fix=fix)
     if sizes and total != devices * slices:
         listed = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         problem = f"the mesh ({listed}) has {total} devices, the program {devices}."
-        raise ValueError(
-            error_text(problem, fix="pass the mesh that the program was compiled for.")
-        )
+        raise value_error(problem, fix="pass the mesh that the program was compiled for.")
     return slices
 
 
@@ -322,9 +318,7 @@ def _check_order(mesh: object, compiled: Compiled | None) -> None:
             f"the mesh lists its devices as {mesh_order}, the program was compiled for the order"
             f" {program_order}."
         )
-        raise ValueError(
-            error_text(problem, fix="pass the mesh that the program was compiled for.")
-        )
+        raise value_error(problem, fix="pass the mesh that the program was compiled for.")
 
 
 class Memory(NamedTuple):

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from shardopt.core._errors import error_text
+from shardopt.core._errors import value_error
 from shardopt.hlo._hlo_text import Instruction, Module, attributes, operands, root_of
 from shardopt.trace._marks import ONE_TURN
 
@@ -111,7 +111,7 @@ def check_schedule(module: Module, schedule: HasTicks | None) -> None:
         f" {description}."
     )
     fix = "pass the schedule that the program was made with, such as opt.config.schedule, or none."
-    raise ValueError(error_text(problem, fix=fix))
+    raise value_error(problem, fix=fix)
 
 
 def _with_scheduled_count(site: CollectiveSite, schedule: HasTicks) -> CollectiveSite:

@@ -4,7 +4,7 @@ from shardopt.config._check import check_optimizer
 from shardopt.config._recipe import Recipe
 from shardopt.config._sync import SyncConfig
 from shardopt.core._arguments import check_count, check_is_number
-from shardopt.core._errors import calling, error_text, value_error
+from shardopt.core._errors import calling, type_error, value_error
 from shardopt.core._reducer import check_reducer
 from shardopt.local_updates._step import compile_local_step
 from shardopt.step._build import build
@@ -45,10 +45,8 @@ def check_strategy(strategy: ShardedOptimizer, sync: SyncConfig) -> None:
             else type(strategy).__name__
         )
         problem = f"strategy must be a synchronous one, got {strategy_name}."
-        raise TypeError(
-            error_text(
-                problem, fix="pass so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...)."
-            )
+        raise type_error(
+            problem, fix="pass so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...)."
         )
     if strategy.config.mesh.shape.get("replica", 1) < 2:
         problem = (

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from shardopt.config._options import BatchDims, check_batch_dims
 from shardopt.core._block_model import as_block_model, is_key_of_each_row, takes_rng
-from shardopt.core._errors import calling, error_text, plural, value_error
+from shardopt.core._errors import calling, plural, type_error, value_error
 from shardopt.core._trace_context import RowContext
 from shardopt.core._types import (
     Loss,
@@ -87,7 +87,7 @@ def per_row(loss_of_row: Callable[..., Loss], *, batch_dims: BatchDims = ()) -> 
     if not callable(loss_of_row) or as_block_model(loss_of_row) is not None:
         problem = f"loss_of_row must be a function of (params, row), got {loss_of_row!r:.80}."
         fix = "pass a BlockModel to the strategy itself: its functions take whole batches."
-        raise TypeError(error_text(problem, fix=fix))
+        raise type_error(problem, fix=fix)
     return PerRow(loss_of_row, tuple(check_batch_dims("batch_dims", batch_dims)))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core._errors import calling, error_text
+from shardopt.core._errors import calling, value_error
 from shardopt.models._decoder_config import DecoderConfig
 from shardopt.models._families import FAMILIES
 from shardopt.models._fields import Fields
@@ -75,7 +75,7 @@ def _check_same_model(config: DecoderConfig, exported: DecoderConfig, family: st
         if value != exported_values[name]
     ]
     if problems:
-        raise ValueError(error_text(f"the model is none that {family} can be.", problems))
+        raise value_error(f"the model is none that {family} can be.", problems)
 
 
 def _mathematics(config: DecoderConfig) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardopt.core._errors import error_text
+from shardopt.core._errors import value_error
 from shardopt.models._decoder_config import BlockKind
 from shardopt.models._rope import Rope
 from shardopt.trace._primitives import words
@@ -228,13 +228,11 @@ def check_fields(folder: object, fields: Fields) -> None:
     fields.require("is_causal", None, True)
     fields.require("router_jitter_noise", None, 0.0)
     if problems := fields.problems + fields.unread_problems():
-        raise ValueError(
-            error_text(
-                f"{folder} describes a model that the decoder cannot be.",
-                problems,
-                "the decoder reads float weights of text models; docs/howto/open_weights.md lists"
-                " the families, and says how quantized weights become floats.",
-            )
+        raise value_error(
+            f"{folder} describes a model that the decoder cannot be.",
+            problems,
+            "the decoder reads float weights of text models; docs/howto/open_weights.md lists"
+            " the families, and says how quantized weights become floats.",
         )
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardopt.core._errors import error_text
+from shardopt.core._errors import value_error
 from shardopt.models import decoder
 from shardopt.models._decoder_config import DecoderConfig
 from shardopt.models._family import Family
@@ -116,9 +116,7 @@ def check_tensors(
         if name in shapes and shapes[name] != tensor_shape(tensor_places)
     ]
     if problems:
-        raise ValueError(
-            error_text(f"the tensors in {folder} do not fit its config.json.", problems)
-        )
+        raise value_error(f"the tensors in {folder} do not fit its config.json.", problems)
 
 
 def is_ignored(name: str, config: DecoderConfig, family: Family) -> bool:

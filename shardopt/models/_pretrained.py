@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from shardopt.checkpoint._store import barrier
 from shardopt.core._block_model import BlockModel
 from shardopt.core._block_remat import Remat
-from shardopt.core._errors import calling, error_text, plural
+from shardopt.core._errors import calling, error_text, plural, value_error
 from shardopt.core._types import PyTree, Rule, TrainState, leaves_with_paths
 from shardopt.models import decoder
 from shardopt.models._decoder_config import DecoderConfig
@@ -196,7 +196,7 @@ class Pretrained:
                 f"{path}: {shapes.get(path)}, must be {expected.get(path)}"
                 for path in sorted(different)
             ]
-            raise ValueError(error_text("the parameters are not those of the model.", problems))
+            raise value_error("the parameters are not those of the model.", problems)
         hf_config = dict(self.hf_config)
         if dtype is not None:
             hf_config.pop("torch_dtype", None)
@@ -329,7 +329,7 @@ def from_pretrained(
                 f"{folder} has model_type {name!r}, which the decoder cannot be: {UNFIT[name]}."
             )
             fix = "take a model of a family that docs/howto/open_weights.md lists."
-        raise ValueError(error_text(problem, fix=fix))
+        raise value_error(problem, fix=fix)
     fields = Fields(hf_config, FAMILIES[name].defaults)
     if family is None:
         fields.require(
@@ -371,9 +371,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     except ValueError:
         content = None
     if not isinstance(content, dict):
-        raise ValueError(
-            error_text(f"{path} holds no JSON object.", fix="download the file again.")
-        )
+        raise value_error(f"{path} holds no JSON object.", fix="download the file again.")
     return content
 
 
@@ -382,9 +380,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / _INDEX).exists():
         names = sorted(set((_read_object(folder / _INDEX).get("weight_map") or {}).values()))
     if outside := [name for name in names if Path(name).name != name]:
-        raise ValueError(
-            error_text(f"{folder / _INDEX} names files outside of the folder.", outside)
-        )
+        raise value_error(f"{folder / _INDEX} names files outside of the folder.", outside)
     if missing := [name for name in names if not (folder / name).exists()]:
         fix = "download the folder again, with its safetensors."
         raise FileNotFoundError(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core._errors import error_text
+from shardopt.core._errors import error_text, value_error
 
 _DTYPES = {
     "F64": np.dtype(np.float64),
@@ -60,10 +60,8 @@ class Tensor(NamedTuple):
                 f"a tensor of {self.path} has dtype {self.code}, which is none of"
                 f" {', '.join(_DTYPES)}."
             )
-            raise ValueError(
-                error_text(
-                    problem, fix="load the model in bfloat16 with transformers, and save it."
-                )
+            raise value_error(
+                problem, fix="load the model in bfloat16 with transformers, and save it."
             )
         return _DTYPES[self.code]
 
@@ -100,22 +98,20 @@ def read_header(path: Path) -> dict[str, Tensor]:
             if name != "__metadata__"
         ]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(
-            error_text(f"{path} has no header of safetensors.", fix="download the file again.")
+        raise value_error(
+            f"{path} has no header of safetensors.", fix="download the file again."
         ) from error
     if ends and max(ends) > size:
         problem = f"{path} has {size} bytes, and its tensors end at byte {max(ends)}."
-        raise ValueError(error_text(problem, fix="download the file again."))
+        raise value_error(problem, fix="download the file again.")
     for name, end in zip(tensors, ends, strict=True):
         tensor = tensors[name]
         if (
             tensor.code in _DTYPES
             and math.prod(tensor.shape) * tensor.dtype.itemsize != end - tensor.offset
         ):
-            raise ValueError(
-                error_text(
-                    f"the bytes of {name} in {path} do not fit its shape {list(tensor.shape)}."
-                )
+            raise value_error(
+                f"the bytes of {name} in {path} do not fit its shape {list(tensor.shape)}."
             )
     return tensors
 

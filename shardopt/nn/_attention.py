@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from shardopt.collectives._per_device import TENSOR
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, error_text, format_error
+from shardopt.core._errors import calling, format_error, value_error
 from shardopt.core._types import wide_dtype
 from shardopt.kernels._devices import is_local
 from shardopt.kernels._flash import NAME, Marks, MaskRule, capped, factor_of_scores, sees
@@ -519,7 +519,7 @@ def _check(
     ]
     for is_wrong, problem, fix in rules:
         if is_wrong:
-            raise ValueError(error_text(problem, fix=fix))
+            raise value_error(problem, fix=fix)
 
 
 @calling("attention")
@@ -527,13 +527,11 @@ def _check_scores(
     query: Array, softcap: float | None, sinks: Array | None, implementation: Implementation | None
 ) -> None:
     if softcap is not None and not softcap > 0:
-        raise ValueError(
-            error_text(f"softcap must be above 0, got {softcap}.", fix="None does not cap scores.")
+        raise value_error(
+            f"softcap must be above 0, got {softcap}.", fix="None does not cap scores."
         )
     if sinks is not None and sinks.shape != query.shape[2:3]:
-        raise ValueError(
-            error_text(f"sinks have shape {sinks.shape}.", fix=f"give [H] = {query.shape[2:3]}.")
-        )
+        raise value_error(f"sinks have shape {sinks.shape}.", fix=f"give [H] = {query.shape[2:3]}.")
     if softcap is not None or sinks is not None:
         problem = "computes neither softcap nor sinks"
         _refuse_kernel(implementation, "cudnn", problem=problem, fix="use implementation='xla'")

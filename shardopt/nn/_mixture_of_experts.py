@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from shardopt.collectives._per_device import TENSOR
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, error_text, format_error
+from shardopt.core._errors import calling, format_error, value_error
 from shardopt.core._types import wide_dtype
 from shardopt.kernels._grouped_product import grouped_product
 from shardopt.mesh import axes_of_role, is_analysed, mesh_under_trace, not_manual_axes
@@ -411,7 +411,7 @@ def _check_arrays(
 ) -> None:
     if x.ndim != 3 or router.ndim != 2 or router.shape[0] != x.shape[2]:
         problem = f"x has shape {x.shape}, the router {router.shape}."
-        raise ValueError(error_text(problem, fix="give x [B, T, D] and router [D, E]."))
+        raise value_error(problem, fix="give x [B, T, D] and router [D, E].")
     E = router.shape[1]
     for label, leaves, dims in (
         ("weights", weights, ("E", "D", "F")),
@@ -421,14 +421,14 @@ def _check_arrays(
             _check_weights(label, leaves, dims, x)
     for name, bias in zip(("bias", "router_bias"), biases, strict=True):
         if bias is not None and bias.shape != (E,):
-            raise ValueError(error_text(f"{name} has shape {bias.shape}.", fix=f"give [{E}]."))
+            raise value_error(f"{name} has shape {bias.shape}.", fix=f"give [{E}].")
     for name in ("gate", "up", "down"):
         if (bias := weights.get(f"{name}_bias")) is not None and bias.shape != (
             *weights[name].shape[:1],
             weights[name].shape[2],
         ):
             problem = f"{name}_bias has shape {bias.shape}, for {name} {weights[name].shape}."
-            raise ValueError(error_text(problem, fix="give a bias for each expert and output."))
+            raise value_error(problem, fix="give a bias for each expert and output.")
 
 
 def _check_weights(label: str, weights: Weights, dims: tuple[str, ...], x: Array) -> None:

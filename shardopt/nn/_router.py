@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import error_text
+from shardopt.core._errors import value_error
 from shardopt.core._types import wide_dtype
 
 Score = Literal["softmax", "sigmoid"]
@@ -74,9 +74,7 @@ class Routing:
         """
         check_count("top_k", self.top_k, minimum=1)
         if self.score not in get_args(Score):
-            raise ValueError(
-                error_text(f"unknown score {self.score!r}.", fix="use 'softmax' or 'sigmoid'.")
-            )
+            raise value_error(f"unknown score {self.score!r}.", fix="use 'softmax' or 'sigmoid'.")
         num_open = num_experts
         if self.groups is not None:
             num_groups, num_best = self.groups
@@ -88,11 +86,11 @@ class Routing:
                     f" {num_best} of them open."
                 )
                 fix = "take a number of groups that divides the experts, and open at most as many."
-                raise ValueError(error_text(problem, fix=fix))
+                raise value_error(problem, fix=fix)
             num_open = num_experts // num_groups * num_best
         if self.top_k > num_open:
             problem = f"top_k={self.top_k}, but a token can go to {num_open} experts only."
-            raise ValueError(error_text(problem, fix=f"take at most {num_open}."))
+            raise value_error(problem, fix=f"take at most {num_open}.")
 
 
 def route(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import optax
 
-from shardopt.core._errors import error_text, plural
+from shardopt.core._errors import plural, type_error, value_error
 from shardopt.core._types import PyTree, leaves_with_paths
 
 Dims = int | tuple[int, ...]
@@ -97,9 +97,7 @@ def match_matrices(matrices: Matrices, params: PyTree) -> list[Matrix | None]:
             misfits.append(f"{path}: shape {leaf.shape}, {matrix} {misfit}")
     if misfits:
         fix = "name each dim once, as it stands in the whole leaf, counting that of stacked blocks."
-        raise ValueError(
-            error_text(f"matrices= does not fit {plural(len(misfits), 'leaf')}.", misfits, fix)
-        )
+        raise value_error(f"matrices= does not fit {plural(len(misfits), 'leaf')}.", misfits, fix)
     unused = [
         repr(pattern.pattern)
         for pattern, _ in rules
@@ -110,7 +108,7 @@ def match_matrices(matrices: Matrices, params: PyTree) -> list[Matrix | None]:
             ", ..." if len(paths_and_leaves) > 8 else ""
         )
         problem = f"{plural(len(unused), 'rule')} of matrices= matched no parameter."
-        raise ValueError(error_text(problem, unused, f"match a key path, such as: {examples}."))
+        raise value_error(problem, unused, f"match a key path, such as: {examples}.")
     return leaf_matrices
 
 
@@ -125,7 +123,7 @@ def check_matrices(matrices: Matrices) -> list[tuple[re.Pattern[str], Matrix | N
         return None
     expected = "matrices must be [(regex, so.optimizers.Matrix or None), ...]"
     if isinstance(matrices, str | dict) or not isinstance(matrices, Sequence):
-        raise TypeError(error_text(f"{expected}, got {type(matrices).__name__}."))
+        raise type_error(f"{expected}, got {type(matrices).__name__}.")
     rules = []
     for rule in matrices:
         if (
@@ -133,14 +131,12 @@ def check_matrices(matrices: Matrices) -> list[tuple[re.Pattern[str], Matrix | N
             or len(rule) != 2
             or not isinstance(rule[1], Matrix | None)
         ):
-            raise TypeError(error_text(f"{expected}; got the rule {rule!r}."))
+            raise type_error(f"{expected}; got the rule {rule!r}.")
         try:
             rules.append((re.compile(rule[0]), rule[1]))
         except (re.error, TypeError) as error:
             problem = f"matrices: {rule[0]!r} is not a regular expression: {error}."
-            raise ValueError(
-                error_text(problem, fix="give a regex that is searched in key paths.")
-            ) from error
+            raise value_error(problem, fix="give a regex that is searched in key paths.") from error
     return rules
 
 

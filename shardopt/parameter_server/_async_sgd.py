@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from shardopt.core._arguments import check_count, is_integer
 from shardopt.core._block_model import LossFn
-from shardopt.core._errors import calling, error_text
+from shardopt.core._errors import calling, type_error, value_error
 from shardopt.mesh import data_axes, make_mesh
 from shardopt.parameter_server._clock import check_max_staleness
 from shardopt.parameter_server._optimizer import AsyncOptimizer, check_backend
@@ -138,9 +138,9 @@ def worker_meshes(workers: Workers) -> list[Mesh]:
     fix = "pass how many, or for each worker a device, a list of devices or a mesh."
     if isinstance(workers, str | bytes | Mesh) or not isinstance(workers, Sequence | np.ndarray):
         problem = f"workers must be an integer or a sequence, got {type(workers).__name__}."
-        raise TypeError(error_text(problem, fix=fix))
+        raise type_error(problem, fix=fix)
     if not len(workers):
-        raise ValueError(error_text("workers must be at least 1, got none.", fix=fix))
+        raise value_error("workers must be at least 1, got none.", fix=fix)
     meshes = [_mesh(number, worker, fix) for number, worker in enumerate(workers)]
     check_not_shared(meshes)
     return meshes
@@ -154,7 +154,7 @@ def _mesh(number: int, worker: object, fix: str) -> Mesh:
                 f"worker {number} must be a device, a sequence of devices or a mesh, got"
                 f" {worker!r}."
             )
-            raise TypeError(error_text(problem, fix=fix))
+            raise type_error(problem, fix=fix)
         return make_mesh(data=len(devices), devices=devices)
     sizes = worker.shape.items()
     if unused := [
@@ -166,7 +166,7 @@ def _mesh(number: int, worker: object, fix: str) -> Mesh:
             f"the mesh of worker {number} has axes that nothing is split over: {', '.join(unused)}."
         )
         fix = "an async_sgd worker splits its batch: use so.make_mesh(data=...)."
-        raise ValueError(error_text(problem, fix=fix))
+        raise value_error(problem, fix=fix)
     return worker
 
 
@@ -188,9 +188,7 @@ def check_not_shared(meshes: Sequence[Mesh], noun: str = "worker") -> None:
             f"{'an' if noun[0] in 'aeiou' else 'a'} {noun} with several devices must have them for"
             " itself."
         )
-        raise ValueError(
-            error_text(problem, shared, f"give each its own, or one device to several {noun}s.")
-        )
+        raise value_error(problem, shared, f"give each its own, or one device to several {noun}s.")
 
 
 def process_sizes(workers: Workers) -> list[int]:
@@ -206,11 +204,9 @@ def process_sizes(workers: Workers) -> list[int]:
         problem = (
             f"on Ray workers must be an integer or for each its number of devices, got {workers!r}."
         )
-        raise TypeError(
-            error_text(problem, fix="pass workers=4, or workers=[2, 2] for two devices each.")
-        )
+        raise type_error(problem, fix="pass workers=4, or workers=[2, 2] for two devices each.")
     if not workers:
-        raise ValueError(error_text("workers must be at least 1, got none.", fix="pass workers=4."))
+        raise value_error("workers must be at least 1, got none.", fix="pass workers=4.")
     sizes = [int(size) for size in workers if is_integer(size)]
     for number, size in enumerate(sizes):
         check_count(f"workers[{number}]", size, minimum=1)

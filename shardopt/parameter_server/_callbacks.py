@@ -13,7 +13,7 @@ from shardopt.checkpoint._checkpoints import Checkpoints, check_may_resume
 from shardopt.core import _early_stopping as stopping
 from shardopt.core._arguments import check_count, check_flag
 from shardopt.core._early_stopping import EarlyStopping, StoppingState
-from shardopt.core._errors import calling, error_text, format_error
+from shardopt.core._errors import calling, format_error, type_error, value_error
 from shardopt.core._types import PyTree
 from shardopt.parameter_server._coordinator import Coordinator, Milestone, SavePolicy
 from shardopt.parameter_server._run import AsyncRun, RunSnapshot, load_snapshot, restore_run
@@ -57,13 +57,11 @@ class Callbacks:
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
                 problem = f"{name} must be a shardopt.{known_as}, got {type(value).__name__}."
-                raise TypeError(error_text(problem, fix=f"pass {fix}."))
+                raise type_error(problem, fix=f"pass {fix}.")
         if self.evaluate is not None and not callable(self.evaluate):
-            raise TypeError(
-                error_text(
-                    "evaluate must be a function (params) -> metrics, got"
-                    f" {type(self.evaluate).__name__}."
-                )
+            raise type_error(
+                "evaluate must be a function (params) -> metrics, got"
+                f" {type(self.evaluate).__name__}."
             )
         check_count("evaluate_every", self.evaluate_every, minimum=1)
         evaluates = self.early_stopping is not None or self.evaluate is not None
@@ -71,7 +69,7 @@ class Callbacks:
         if isinstance(save_every, datetime.timedelta):
             problem = "checkpoints of an asynchronous run are due by its updates, not by time."
             fix = "pass so.Checkpoints(folder, every=100, keep=3), with a number of updates."
-            raise ValueError(error_text(problem, fix=fix))
+            raise value_error(problem, fix=fix)
         self.policy = SavePolicy(save_every, int(self.evaluate_every) if evaluates else None)
         self.show = make_show(self.caller, shown=self.progress)
         self.stopping_state = StoppingState()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from shardopt.core._arguments import check_count, is_integer
-from shardopt.core._errors import calling, error_text, format_error, plural
+from shardopt.core._errors import calling, format_error, plural, type_error, value_error
 
 CALLER = "parameter_server"
 
@@ -132,10 +132,8 @@ def check_max_staleness(max_staleness: int | None) -> None:
             f"max_staleness must be an integer or None, got {max_staleness!r}"
             f" ({type(max_staleness).__name__})."
         )
-        raise TypeError(error_text(problem, fix=_UNBOUNDED_FIX))
+        raise type_error(problem, fix=_UNBOUNDED_FIX)
     if max_staleness < 0:
-        raise ValueError(
-            error_text(
-                f"max_staleness must be at least 0, got {max_staleness}.", fix=_UNBOUNDED_FIX
-            )
+        raise value_error(
+            f"max_staleness must be at least 0, got {max_staleness}.", fix=_UNBOUNDED_FIX
         )

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.core._arguments import check_count, check_number, is_integer
 from shardopt.core._early_stopping import EarlyStopping
-from shardopt.core._errors import calling, error_text, format_error
+from shardopt.core._errors import calling, format_error, type_error, value_error
 from shardopt.core._extras import is_installed
 from shardopt.core._types import PyTree
 from shardopt.parameter_server._callbacks import Callbacks, EvaluateParams
@@ -203,11 +203,11 @@ def _periods(availability: Availability | None, num_workers: int) -> Availabilit
             "availability must be a dict {worker: [(from, to), ...]}, got"
             f" {type(availability).__name__}."
         )
-        raise TypeError(error_text(problem))
+        raise type_error(problem)
     if unknown := [
         worker for worker in availability if not is_integer(worker) or not 0 <= worker < num_workers
     ]:
-        raise ValueError(error_text(f"availability names workers that are not there: {unknown}."))
+        raise value_error(f"availability names workers that are not there: {unknown}.")
     for worker, periods in availability.items():
         check_availability(f"worker {worker}", periods)
     return {worker: availability.get(worker, always) for worker in range(num_workers)}
@@ -221,13 +221,9 @@ def check_backend(
     """
     if backend not in ("threads", "ray"):
         problem = f"backend must be 'threads' or 'ray', got {backend!r}."
-        raise ValueError(
-            error_text(problem, fix='use backend="threads" for workers in this process.')
-        )
+        raise value_error(problem, fix='use backend="threads" for workers in this process.')
     if address is not None and not isinstance(address, str):
-        raise TypeError(
-            error_text(f"address must be a string or None, got {type(address).__name__}.")
-        )
+        raise type_error(f"address must be a string or None, got {type(address).__name__}.")
     check_count("max_restarts", max_restarts, minimum=0)
     if hang_timeout is not None:
         check_number("hang_timeout", hang_timeout, positive=True)
@@ -236,4 +232,4 @@ def check_backend(
             "address, max_restarts and hang_timeout are for backend='ray', got"
             f" backend={backend!r}."
         )
-        raise ValueError(error_text(problem, fix='use backend="ray", or leave them out.'))
+        raise value_error(problem, fix='use backend="ray", or leave them out.')

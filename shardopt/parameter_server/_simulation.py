@@ -13,7 +13,7 @@ import optax
 
 from shardopt.core._arguments import check_count, check_number, is_integer, is_number
 from shardopt.core._block_model import LossFn
-from shardopt.core._errors import calling, error_text, format_error
+from shardopt.core._errors import calling, format_error, type_error, value_error
 from shardopt.core._types import PyTree
 from shardopt.mesh import make_mesh
 from shardopt.parameter_server._run import AsyncResult, AsyncRun, BatchesOf, WorkerCompute
@@ -211,16 +211,11 @@ def check_availability(name: str, availability: Sequence[tuple[float, float]]) -
     ):
         numbers = [number for period in availability for number in period]
     if not numbers or not all(map(is_number, numbers)):
-        raise TypeError(
-            error_text(
-                f"{name}.availability must be a sequence of periods (from, to), got"
-                f" {availability!r}."
-            )
+        raise type_error(
+            f"{name}.availability must be a sequence of periods (from, to), got {availability!r}."
         )
     if not numbers[0] >= 0 or not all(a < b for a, b in itertools.pairwise(numbers)):
-        raise ValueError(
-            error_text(f"{name}.availability must rise from at least 0, got {availability!r}.")
-        )
+        raise value_error(f"{name}.availability must rise from at least 0, got {availability!r}.")
 
 
 def _check_numbers(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core._errors import error_text, format_error, plural
+from shardopt.core._errors import format_error, plural, type_error, value_error
 from shardopt.core._types import (
     Metric,
     PyTree,
@@ -197,9 +197,7 @@ def replace_trained(params: PyTree, new_leaves: PyTree) -> PyTree:
 def check_params(params: PyTree) -> None:
     """Refuse parameters that are not a pytree of arrays, or have no leaf to train."""
     if isinstance(params, TrainState):
-        raise TypeError(
-            error_text("parameters were expected, got a TrainState.", fix="pass its .params.")
-        )
+        raise type_error("parameters were expected, got a TrainState.", fix="pass its .params.")
     leaves = leaves_with_paths(params)
     non_arrays = [
         f"{path}: {type(leaf).__name__}"
@@ -208,14 +206,12 @@ def check_params(params: PyTree) -> None:
         or isinstance(leaf, jax.ShapeDtypeStruct)
     ]
     if non_arrays:
-        raise TypeError(
-            error_text(
-                "parameters must be a pytree of arrays.", non_arrays, "pass arrays with values."
-            )
+        raise type_error(
+            "parameters must be a pytree of arrays.", non_arrays, "pass arrays with values."
         )
     if not any(_is_trained(leaf) for leaf in jax.tree.leaves(abstract(params))):
         problem = f"nothing is trainable among {plural(len(leaves), 'parameter leaf')}."
-        raise ValueError(error_text(problem, fix="pass floating leaves."))
+        raise value_error(problem, fix="pass floating leaves.")
 
 
 def digest(params: PyTree) -> str:

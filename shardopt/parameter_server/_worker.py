@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardopt.config._check import check_config
 from shardopt.config._config import DDP, StrategyConfig, configure
 from shardopt.core._block_model import LossFn, as_block_model, call, run_blocks, takes_rng
-from shardopt.core._errors import NotSeparableError, calling, error_text, format_error
+from shardopt.core._errors import NotSeparableError, calling, format_error, type_error
 from shardopt.core._loss_parts import LossParts
 from shardopt.core._reducer import check_reducer
 from shardopt.core._types import PyTree, abstract, leaves_with_paths
@@ -367,7 +367,7 @@ def key_data(rng: jax.Array | None) -> np.ndarray:
     key = jax.random.key(0) if rng is None else rng
     if not isinstance(key, jax.Array):
         problem = f"rng must be a random key, got {type(rng).__name__}."
-        raise TypeError(error_text(problem, fix="pass jax.random.key(seed)."))
+        raise type_error(problem, fix="pass jax.random.key(seed).")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     return np.asarray(jax.random.key_data(jax.random.fold_in(key, 0)))

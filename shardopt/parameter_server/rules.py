@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from shardopt.core._arguments import check_count, check_number
-from shardopt.core._errors import calling, error_text
+from shardopt.core._errors import calling, value_error
 from shardopt.core._types import PyTree, wide_zeros
 
 __all__ = [
@@ -202,9 +202,7 @@ def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0)
     check_number("momentum", momentum, below=1.0)
     check_number("activation", activation)
     if activation * every > 1:
-        raise ValueError(
-            error_text(f"activation must be at most 1/every = {1 / every:g}, got {activation}.")
-        )
+        raise value_error(f"activation must be at most 1/every = {1 / every:g}, got {activation}.")
 
     def init(params: PyTree) -> DelayedNesterovState:
         return DelayedNesterovState(

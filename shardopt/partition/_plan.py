@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import KeyPath
 
 from shardopt.core._block_model import BLOCKS
-from shardopt.core._errors import error_text, plural
+from shardopt.core._errors import plural, value_error
 from shardopt.core._types import PyTree, Rules, in_averages, leaves_with_paths
 from shardopt.mesh import spec_axes
 from shardopt.partition._rules import match_rules, matches, patterns_of
@@ -232,9 +232,7 @@ def _ruled_leaves(abstract_params: PyTree, options: LeafPlanOptions) -> list[_Le
     paths = [path for path, _ in arrays]
     if repeated := sorted({path for path in paths if paths.count(path) > 1}):
         problem = f"{plural(len(repeated), 'key path')} written alike belong to several leaves."
-        raise ValueError(
-            error_text(problem, repeated, "rename a key; '/' in a key reads as nesting.")
-        )
+        raise value_error(problem, repeated, "rename a key; '/' in a key reads as nesting.")
     is_block = {path: options.stacked and path.split("/")[0] == BLOCKS for path in paths}
     shapes = {path: array.shape[1:] if is_block[path] else array.shape for path, array in arrays}
     specs = match_rules(options.rules, list(shapes.items()))
@@ -376,28 +374,24 @@ def _check_experts(leaves: Sequence[_Leaf], size: int | None) -> None:
             "let rules name only leaves [experts, ...] as experts, or choose a size that divides"
             " the experts."
         )
-        raise ValueError(
-            error_text(
-                f"{plural(len(indivisible), 'leaf')} of experts cannot be split over {axis}.",
-                indivisible,
-                fix,
-            )
+        raise value_error(
+            f"{plural(len(indivisible), 'leaf')} of experts cannot be split over {axis}.",
+            indivisible,
+            fix,
         )
     if already_split:
         problem = (
             f"rules split the first dim of {plural(len(already_split), 'leaf')} of experts, which"
             f" {axis} splits."
         )
-        raise ValueError(
-            error_text(problem, already_split, "let the rules name other dims of these leaves.")
-        )
+        raise value_error(problem, already_split, "let the rules name other dims of these leaves.")
     if size > 1 and not expert_leaves:
         problem = f"{axis} is above 1, but no leaf is split over it."
         fix = (
             "name the leaves whose first dim counts experts, rules=[(regex, 'experts'), ...], or"
             " make the mesh with expert=1."
         )
-        raise ValueError(error_text(problem, fix=fix))
+        raise value_error(problem, fix=fix)
 
 
 def _remainder_of_experts(shape: tuple[int, ...], size: int) -> str:
@@ -423,10 +417,8 @@ def _check_tensor(leaves: Sequence[_Leaf], size: int) -> None:
             f"{plural(len(indivisible), 'parameter leaf')} cannot be split over mesh axis 'tensor'"
             f" (size {size})."
         )
-        raise ValueError(
-            error_text(
-                problem, indivisible, "pad the dim, change the rule, or choose another tensor size."
-            )
+        raise value_error(
+            problem, indivisible, "pad the dim, change the rule, or choose another tensor size."
         )
     if size > 1 and not is_split:
         problem = f"mesh axis 'tensor' (size {size}) is above 1, but nothing is split over it."
@@ -434,7 +426,7 @@ def _check_tensor(leaves: Sequence[_Leaf], size: int) -> None:
             "give rules=[(regex, PartitionSpec), ...] that name 'tensor', or make the mesh with"
             " tensor=1."
         )
-        raise ValueError(error_text(problem, fix=fix))
+        raise value_error(problem, fix=fix)
 
 
 def state_specs(

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from jax.sharding import PartitionSpec
 
-from shardopt.core._errors import calling, error_text, plural
+from shardopt.core._errors import calling, plural, type_error, value_error
 from shardopt.core._types import LeafRole, PlaceLeaf, PyTree, Rules, leaves_with_paths
 from shardopt.mesh import spec_axes
 
@@ -57,9 +57,7 @@ def rules_from_logical_axes(
         if not isinstance(leaf, PartitionSpec)
     ]:
         fix = "pass what flax.linen.get_partition_spec or flax.nnx.get_partition_spec returns."
-        raise TypeError(
-            error_text("leaves must be PartitionSpecs of logical axes.", wrong_leaves, fix)
-        )
+        raise type_error("leaves must be PartitionSpecs of logical axes.", wrong_leaves, fix)
     known = {name for name, _ in axis_rules}
     unknown = [
         f"{path}: {name!r}"
@@ -69,9 +67,7 @@ def rules_from_logical_axes(
     ]
     if unknown:
         problem = f"{plural(len(unknown), 'logical axis')} without a rule."
-        raise ValueError(
-            error_text(problem, unknown, 'give each ("name", "tensor") or ("name", None).')
-        )
+        raise value_error(problem, unknown, 'give each ("name", "tensor") or ("name", None).')
 
     order = [name for name, axis in axis_rules if axis == "tensor"]
     rules = []
@@ -93,7 +89,7 @@ def _check_axis_rules(axis_rules: Sequence[tuple[str, str | None]]) -> None:
     if wrong_rules:
         problem = f"{plural(len(wrong_rules), 'rule')} for another axis than tensor."
         fix = "map these to None; the strategy places data, pipeline and replica itself."
-        raise ValueError(error_text(problem, wrong_rules, fix))
+        raise value_error(problem, wrong_rules, fix)
 
 
 def match_rules(
@@ -141,9 +137,7 @@ def match_rules(
             "give a spec one entry a dim of the leaf; for leaves of 'blocks' it speaks of one"
             " block."
         )
-        raise ValueError(
-            error_text(f"rules do not fit {plural(len(problems), 'leaf')}.", problems, fix)
-        )
+        raise value_error(f"rules do not fit {plural(len(problems), 'leaf')}.", problems, fix)
     return specs
 
 
@@ -183,7 +177,7 @@ def check_rules(
         " callable (path, shape) -> PartitionSpec"
     )
     if isinstance(rules, str | dict) or not isinstance(rules, Iterable):
-        raise TypeError(error_text(f"{form}, got {type(rules).__name__}."))
+        raise type_error(f"{form}, got {type(rules).__name__}.")
     checked: list[CompiledRule] = []
     problems = []
     for rule in rules:
@@ -191,7 +185,7 @@ def check_rules(
             checked.append(rule)
             continue
         if not _is_rule(rule):
-            raise TypeError(error_text(f"{form}; got the rule {rule!r}."))
+            raise type_error(f"{form}; got the rule {rule!r}.")
         pattern, what = rule
         name = repr(pattern.pattern if isinstance(pattern, re.Pattern) else pattern)
         try:
@@ -207,9 +201,7 @@ def check_rules(
                 f"name only {', '.join(map(repr, axes))} in rules, each once; the strategy places"
                 " the other axes."
             )
-        raise ValueError(
-            error_text(f"{plural(len(problems), 'rule')} cannot be used.", problems, fix)
-        )
+        raise value_error(f"{plural(len(problems), 'rule')} cannot be used.", problems, fix)
     return tuple(checked)
 
 
@@ -223,7 +215,7 @@ def _check_matched(rules: Sequence[CompiledRule], paths: Sequence[str]) -> None:
     if unmatched:
         known = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
         problem = f"{plural(len(unmatched), 'rule')} matched no parameter."
-        raise ValueError(error_text(problem, unmatched, f"match a key path, such as: {known}."))
+        raise value_error(problem, unmatched, f"match a key path, such as: {known}.")
 
 
 def first_spec(
@@ -238,10 +230,8 @@ def first_spec(
             continue
         spec = rule(path, shape)
         if spec is not None and not isinstance(spec, PartitionSpec):
-            raise TypeError(
-                error_text(
-                    f"rules({path!r}, {shape}) must return a PartitionSpec or None, got {spec!r}."
-                )
+            raise type_error(
+                f"rules({path!r}, {shape}) must return a PartitionSpec or None, got {spec!r}."
             )
         if spec is not None:
             return spec

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from shardopt.core._arguments import is_integer
-from shardopt.core._errors import error_text, plural
+from shardopt.core._errors import plural, type_error, value_error
 from shardopt.pipeline._ticks import Ticks, lifetimes
 
 _MAX_CELLS = 2**20
@@ -30,7 +30,7 @@ def check(ticks: Ticks) -> None:
 
 
 def _refuse(faults: list[str], fix: str) -> None:
-    raise ValueError(error_text(f"the schedule has {plural(len(faults), 'fault')}.", faults, fix))
+    raise value_error(f"the schedule has {plural(len(faults), 'fault')}.", faults, fix)
 
 
 def _shape_faults(ticks: Ticks) -> Iterator[str]:
@@ -113,9 +113,9 @@ def check_sizes(**sizes: int) -> None:
         for name, size in sizes.items()
         if not is_integer(size)
     ]:
-        raise TypeError(error_text(f"sizes must be integers, got {', '.join(bad_sizes)}."))
+        raise type_error(f"sizes must be integers, got {', '.join(bad_sizes)}.")
     if bad_sizes := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
-        raise ValueError(error_text(f"sizes must be at least 1, got {', '.join(bad_sizes)}."))
+        raise value_error(f"sizes must be at least 1, got {', '.join(bad_sizes)}.")
     stages, micro_batches, chunks = (
         int(sizes.get(f"num_{name}", 1)) for name in ("stages", "micro_batches", "chunks")
     )
@@ -133,9 +133,7 @@ def check_groups(num_stages: int, num_micro_batches: int, num_chunks: int) -> No
         )
         below = num_micro_batches // num_stages * num_stages
         nearest_counts = f"{below} or {below + num_stages}" if below else f"{num_stages}"
-        raise ValueError(
-            error_text(problem, fix=f"use {nearest_counts} micro-batches, or num_chunks=1.")
-        )
+        raise value_error(problem, fix=f"use {nearest_counts} micro-batches, or num_chunks=1.")
 
 
 def check_cells(num_stages: int, num_ticks: int) -> None:
@@ -143,4 +141,4 @@ def check_cells(num_stages: int, num_ticks: int) -> None:
     if num_stages * num_ticks > _MAX_CELLS:
         problem = f"a table of {num_stages} stages and {num_ticks} ticks or more is too large."
         fix = f"keep stages x ticks at {_MAX_CELLS} or below."
-        raise ValueError(error_text(problem, fix=fix))
+        raise value_error(problem, fix=fix)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shardopt.core._errors import calling, error_text, format_error, plural
+from shardopt.core._errors import calling, format_error, plural, type_error, value_error
 from shardopt.pipeline._check import check_cells, check_sizes
 from shardopt.pipeline._schedule import Schedule
 from shardopt.pipeline._ticks import LETTERS, Ticks, as_table, input_pass_of
@@ -72,7 +72,7 @@ def from_ticks(
         )
         check_cells(int(num_stages), num_ticks)
         if message_ticks not in (1, 2):
-            raise ValueError(error_text(f"message_ticks must be 1 or 2, got {message_ticks!r}."))
+            raise value_error(f"message_ticks must be 1 or 2, got {message_ticks!r}.")
         tables = {kind: as_table(array) for kind, array in arrays.items()}
         ticks = Ticks(
             int(num_stages), tuple(stage_of_virtual.tolist()), **tables, message_ticks=message_ticks
@@ -97,7 +97,7 @@ def _integers(argument: str, values: ArrayLike, ndim: int) -> np.ndarray:
         "[V]: one per virtual stage",
         "[V, M]: one per virtual stage and micro-batch",
     )[ndim - 1]
-    raise TypeError(error_text(f"{argument} must be integers {expected_shape}; got {actual}."))
+    raise type_error(f"{argument} must be integers {expected_shape}; got {actual}.")
 
 
 _KINDS = {letter: kind for kind, letter in LETTERS.items()}
@@ -170,7 +170,7 @@ def from_order(
                 f"stage_of must name each of {plural(len(orders), 'stage')} once per chunk"
                 f" ({chunks}), got {stage_of_virtual}."
             )
-            raise ValueError(error_text(problem))
+            raise value_error(problem)
         tables = _run_as_early_as_possible(actions_by_stage, stage_of_virtual, message_ticks)
     return from_ticks(
         len(orders), **tables, stage_of=stage_of_virtual, message_ticks=message_ticks, name=name
@@ -186,9 +186,7 @@ def _parse_orders(orders: Sequence[str]) -> list[list[_Action]]:
             "write F, B or W and the number of a micro-batch, then a dot and the chunk where there"
             " are several."
         )
-        raise ValueError(
-            error_text(f"{plural(len(bad_words), 'word')} cannot be read.", bad_words, fix)
-        )
+        raise value_error(f"{plural(len(bad_words), 'word')} cannot be read.", bad_words, fix)
     actions_by_stage: list[list[_Action]] = [[] for _ in orders]
     for stage, word in words:
         actions_by_stage[stage] += [
@@ -201,21 +199,16 @@ def _parse_orders(orders: Sequence[str]) -> list[list[_Action]]:
 def _check_complete(actions_by_stage: list[list[_Action]]) -> None:
     all_actions = {action for actions in actions_by_stage for action in actions}
     if not all_actions:
-        raise ValueError(
-            error_text(
-                f"orders must list something to do, got {plural(len(actions_by_stage), 'stage')}."
-            )
+        raise value_error(
+            f"orders must list something to do, got {plural(len(actions_by_stage), 'stage')}."
         )
     micro_batches = 1 + max(action.micro_batch for action in all_actions)
     chunks = 1 + max(action.chunk for action in all_actions)
     sizes = f"{plural(micro_batches, 'micro-batch')} in {plural(chunks, 'chunk')}"
     # too many are missing to list them all
     if max(micro_batches, chunks) > sum(map(len, actions_by_stage)):
-        raise ValueError(
-            error_text(
-                f"orders list {plural(sum(map(len, actions_by_stage)), 'action')}, too few for"
-                f" {sizes}."
-            )
+        raise value_error(
+            f"orders list {plural(sum(map(len, actions_by_stage)), 'action')}, too few for {sizes}."
         )
     split = any(action.kind == "weight" for action in all_actions)
     kinds = [kind for kind in LETTERS if split or kind != "weight"]
@@ -235,7 +228,7 @@ def _check_complete(actions_by_stage: list[list[_Action]]) -> None:
     ]
     if faults:
         problem = f"every stage must list {', '.join(kinds)} of {sizes} once."
-        raise ValueError(error_text(problem, faults))
+        raise value_error(problem, faults)
 
 
 def _run_as_early_as_possible(
@@ -274,10 +267,8 @@ def _run_as_early_as_possible(
                 for s, input_pass in inputs.items()
                 if input_pass
             ]
-            raise ValueError(
-                error_text(
-                    f"the stages wait for one another from tick {last_busy_tick + 1} on.", stuck
-                )
+            raise value_error(
+                f"the stages wait for one another from tick {last_busy_tick + 1} on.", stuck
             )
         for stage in ready:
             ran_at[remaining[stage].pop()] = last_busy_tick = tick

@@ -5,7 +5,7 @@ the user says.
 from collections.abc import Sequence
 
 from shardopt.core._arguments import check_number, is_integer
-from shardopt.core._errors import calling, error_text, plural
+from shardopt.core._errors import calling, plural, type_error, value_error
 from shardopt.partition._counts import Counts
 from shardopt.pipeline._check import check_sizes
 from shardopt.pipeline._schedule import Schedule
@@ -73,7 +73,7 @@ def cut_blocks(schedule: Schedule, num_blocks: int, counts: Sequence[int] | None
             f"use {num_virtual} blocks or more, another pipeline size or number of chunks, or"
             " blocks_per_stage with zeros."
         )
-        raise ValueError(error_text(problem, fix=fix))
+        raise value_error(problem, fix=fix)
     if counts is None:
         return balance(num_blocks, num_virtual)
     if len(counts) != num_virtual or sum(counts) != num_blocks:
@@ -83,7 +83,7 @@ def cut_blocks(schedule: Schedule, num_blocks: int, counts: Sequence[int] | None
         )
         problem += f"there are {parts_text} parts, and {plural(num_blocks, 'block')}."
         fix = f"so.schedules.balance({num_blocks}, {num_virtual}) is such a cut; or leave it out."
-        raise ValueError(error_text(problem, fix=fix))
+        raise value_error(problem, fix=fix)
     return tuple(counts)
 
 
@@ -105,11 +105,9 @@ def check_counts(counts: Sequence[int] | None) -> Counts | None:
             "blocks_per_stage must be integers, one for each virtual stage, or None, got"
             f" {counts!r:.80}."
         )
-        raise TypeError(
-            error_text(problem, fix="use so.schedules.balance(num_blocks, stages * chunks).")
-        )
+        raise type_error(problem, fix="use so.schedules.balance(num_blocks, stages * chunks).")
     if min(counts, default=0) < 0:
-        raise ValueError(error_text(f"blocks_per_stage must not be negative, got {min(counts)}."))
+        raise value_error(f"blocks_per_stage must not be negative, got {min(counts)}.")
     return tuple(int(count) for count in counts)
 
 

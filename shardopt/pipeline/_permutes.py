@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from shardopt.core._errors import error_text
+from shardopt.core._errors import value_error
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _CALLEES = re.compile(
@@ -50,7 +50,7 @@ def check_permutes(text: str, sizes: Mapping[str, int]) -> None:
         " halves, a dim or a weight of their own (as shardopt/nn/_memory_layout.py does), or change"
         " the rule."
     )
-    raise ValueError(error_text(problem, sorted(places), fix))
+    raise value_error(problem, sorted(places), fix)
 
 
 def _lines_in_branches(text: str) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, TypedDict
 import numpy as np
 
 from shardopt.core._arguments import is_number
-from shardopt.core._errors import error_text, plural
+from shardopt.core._errors import plural, type_error, value_error
 from shardopt.pipeline._ticks import LETTERS, Ticks, input_pass_of
 
 Times = float | Sequence[float]
@@ -81,14 +81,12 @@ def read_times(argument: str, times: Times, size: int, noun: str) -> list[float]
     if bad_times := [
         repr(time) for time in time_list if not is_number(time) and not isinstance(time, Fraction)
     ]:
-        raise TypeError(error_text(f"{argument} must be numbers, got {', '.join(bad_times[:8])}."))
+        raise type_error(f"{argument} must be numbers, got {', '.join(bad_times[:8])}.")
     if len(time_list) != size:
         argument = f"{argument} has {plural(len(time_list), 'time')} for {plural(size, noun)}."
-        raise ValueError(
-            error_text(argument, fix="give one number, or one for each, in the model's order.")
-        )
+        raise value_error(argument, fix="give one number, or one for each, in the model's order.")
     if min(time_list) < 0:
-        raise ValueError(error_text(f"{argument} must not be negative, got {min(time_list)}."))
+        raise value_error(f"{argument} must not be negative, got {min(time_list)}.")
     return time_list
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from shardopt.core._errors import error_text
+from shardopt.core._errors import type_error, value_error
 
 _ALL = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute")
 
@@ -116,12 +116,10 @@ def find_hardware(name: str | Hardware) -> Hardware:
         return name
     if not isinstance(name, str):
         fix = "pass a name such as 'v5p', or a so.planning.Hardware."
-        raise TypeError(
-            error_text(f"hardware must be a name or a Hardware, got {name!r}.", fix=fix)
-        )
+        raise type_error(f"hardware must be a name or a Hardware, got {name!r}.", fix=fix)
     normalized_name = name.lower().strip()
     normalized_name = _ALIASES.get(normalized_name, normalized_name)
     if normalized_name not in HARDWARE:
         fix = f"use one of {', '.join(HARDWARE)}, or describe the chip with so.planning.Hardware."
-        raise ValueError(error_text(f"unknown hardware {name!r}.", fix=fix))
+        raise value_error(f"unknown hardware {name!r}.", fix=fix)
     return HARDWARE[normalized_name]

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from shardopt.core._arguments import check_count
 from shardopt.core._block_model import BlockModel
-from shardopt.core._errors import calling, error_text
+from shardopt.core._errors import calling, type_error, value_error
 from shardopt.core._types import LeafRole, PyTree, Rules, leaves_with_paths
 from shardopt.planning._workload import (
     AttentionSizes,
@@ -138,7 +138,7 @@ class Transformer:
         elif self.num_experts and not 0 < self.top_k <= self.num_experts:
             problem = f"top_k must be from 1 to num_experts={self.num_experts}, got {self.top_k}"
         if problem:
-            raise ValueError(error_text(f"{problem}."))
+            raise value_error(f"{problem}.")
 
     @property
     def kv_heads(self) -> int:
@@ -427,13 +427,13 @@ def find_model(name: Any) -> Transformer:
                 " abstract_params, abstract_batch); of a loss without blocks so.planning.aot compiles one"
                 " layout."
             )
-        raise TypeError(
-            error_text(f"model must be a name, a Transformer or a Workload, got {shown}.", fix=fix)
+        raise type_error(
+            f"model must be a name, a Transformer or a Workload, got {shown}.", fix=fix
         )
     normalized_name = (
         name.lower().strip().replace("llama-", "llama").replace("llama3.1-", "llama3-")
     )
     if normalized_name not in MODELS:
         fix = f"use one of {', '.join(MODELS)}, or describe it with so.planning.Transformer."
-        raise ValueError(error_text(f"unknown model {name!r}.", fix=fix))
+        raise value_error(f"unknown model {name!r}.", fix=fix)
     return MODELS[normalized_name]

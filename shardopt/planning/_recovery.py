@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardopt.core._arguments import check_count, check_number
-from shardopt.core._errors import calling, error_text, plural
+from shardopt.core._errors import calling, plural, type_error, value_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +68,11 @@ class Failures:
             if self.snapshot is not None:
                 check_number("snapshot", self.snapshot, positive=True)
             if self.wide > 1:
-                raise ValueError(error_text(f"wide must be at most 1, got {self.wide}."))
+                raise value_error(f"wide must be at most 1, got {self.wide}.")
             check_count("host_chips", self.host_chips)
             if not isinstance(self.islands, tuple) or not self.islands:
                 problem = f"islands must be a tuple of integers, got {self.islands!r}."
-                raise TypeError(error_text(problem, fix="pass for example islands=(1, 2, 4)."))
+                raise type_error(problem, fix="pass for example islands=(1, 2, 4).")
             for count in self.islands:
                 check_count("islands", count)
 
@@ -234,9 +234,7 @@ def plan_recovery(
         check_count("spares", spares, minimum=0)
     if snapshot_every is not None and failures.snapshot is None:
         fix = "pass Failures(snapshot=...), the seconds that training waits for a snapshot."
-        raise ValueError(
-            error_text("snapshot_every is given, but not what a snapshot costs.", fix=fix)
-        )
+        raise value_error("snapshot_every is given, but not what a snapshot costs.", fix=fix)
     counts = failures.islands if islands is None else (islands,)
     for count in counts:
         check_islands(count, chips)
@@ -252,10 +250,8 @@ def check_islands(count: int, chips: int) -> None:
     check_count("islands", count)
     if chips % count:
         problem = f"{plural(chips, 'chip')} cannot be spread evenly over {plural(count, 'island')}."
-        raise ValueError(
-            error_text(
-                problem, fix=f"choose chips divisible by {count}, or another number of islands."
-            )
+        raise value_error(
+            problem, fix=f"choose chips divisible by {count}, or another number of islands."
         )
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, error_text, plural
+from shardopt.core._errors import calling, plural, type_error, value_error
 from shardopt.core._extras import is_installed, require
 from shardopt.core._types import Devices
 from shardopt.planning._hardware import HARDWARE, Hardware
@@ -27,15 +27,11 @@ def parse_topology(topology: str) -> tuple[Hardware, tuple[int, ...]]:
     """
     forms = ", ".join(_form(chip) for chip in HARDWARE.values())
     if not isinstance(topology, str):
-        raise TypeError(
-            error_text(f"topology must be a string, got {topology!r}.", fix=f"write {forms}.")
-        )
+        raise type_error(f"topology must be a string, got {topology!r}.", fix=f"write {forms}.")
     match = re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)", topology)
     if match is None or match[1] not in HARDWARE:
         problem = f"unknown topology {topology!r}."
-        raise ValueError(
-            error_text(problem, fix=f"write chip and torus, with sizes of your own: {forms}.")
-        )
+        raise value_error(problem, fix=f"write chip and torus, with sizes of your own: {forms}.")
     chip, dims = HARDWARE[match[1]], tuple(map(int, match[2].split("x")))
     axes = chip.torus_dims or 1
     if len(dims) != axes:
@@ -45,15 +41,13 @@ def parse_topology(topology: str) -> tuple[Hardware, tuple[int, ...]]:
             if chip.torus_dims
             else "the GPUs of a node share a switch"
         )
-        raise ValueError(error_text(problem, fix=f"write it as {_form(chip)}; {reason}."))
+        raise value_error(problem, fix=f"write it as {_form(chip)}; {reason}.")
     if not chip.torus_dims and not 1 <= dims[0] <= chip.pod_chips:
         problem = (
             f"topology {topology!r} has {dims[0]} GPUs, a node of {chip.name} has 1 to"
             f" {chip.pod_chips}."
         )
-        raise ValueError(
-            error_text(problem, fix=f"write {_form(chip)}, and how many nodes as num_slices.")
-        )
+        raise value_error(problem, fix=f"write {_form(chip)}, and how many nodes as num_slices.")
     return chip, dims
 
 
@@ -98,7 +92,7 @@ def devices_of(topology: str, num_slices: int) -> Devices:
                 f" {str(error).splitlines()[0]}"
             )
             fix = "choose sizes that Google offers, such as v5p:4x4x4, v5e:4x8 or v6e:16x16."
-            raise ValueError(error_text(problem, fix=fix)) from error
+            raise value_error(problem, fix=fix) from error
 
 
 def wraps(dims: Sequence[int]) -> tuple[bool, bool, bool]:

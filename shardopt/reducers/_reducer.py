@@ -8,7 +8,7 @@ import numpy as np
 
 from shardopt.core._arguments import check_count
 from shardopt.core._axis import AxisName, axis_size
-from shardopt.core._errors import calling, error_text, plural, value_error
+from shardopt.core._errors import calling, plural, type_error, value_error
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
 from shardopt.core._types import PyTree, abstract, is_array_like, leaves_with_paths, wide_dtype
 from shardopt.reducers._axis import check_not_summed
@@ -110,9 +110,7 @@ def check_leaves(tree: PyTree) -> None:
             f"{plural(len(wrong), 'leaf')} cannot be reduced: a mean needs floating or complex"
             " arrays."
         )
-        raise TypeError(
-            error_text(problem, wrong, "leave such leaves out, for instance with optax.masked.")
-        )
+        raise type_error(problem, wrong, "leave such leaves out, for instance with optax.masked.")
 
 
 def check_alike(reference_name: str, tree: PyTree, reference: PyTree) -> None:

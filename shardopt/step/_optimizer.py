@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._recipe import Recipe
-from shardopt.core._errors import error_text, format_error
+from shardopt.core._errors import format_error, type_error
 from shardopt.core._types import Metric, PyTree, TrainState
 from shardopt.step._global_rows import rows_of
 from shardopt.step._norms import Norms
@@ -246,6 +246,4 @@ def check_is_strategy(opt: object) -> None:
     """
     if not isinstance(opt, ShardedOptimizer):
         problem = f"opt must be a so.ShardedOptimizer, got {type(opt).__name__}."
-        raise TypeError(
-            error_text(problem, fix="pass what so.ddp, so.zero, so.fsdp or so.hybrid returns.")
-        )
+        raise type_error(problem, fix="pass what so.ddp, so.zero, so.fsdp or so.hybrid returns.")

@@ -17,7 +17,7 @@ from shardopt.config._slots import StepSlots
 from shardopt.config._user_mesh import Axes, read_mesh
 from shardopt.core._arguments import check_choice, check_count
 from shardopt.core._block_model import BlockModel, as_block_model
-from shardopt.core._errors import error_text, plural
+from shardopt.core._errors import plural, type_error, value_error
 from shardopt.pipeline import Schedule, schedules
 from shardopt.pipeline._cut import check_counts
 from shardopt.pipeline._permutes import check_permutes
@@ -151,26 +151,20 @@ def hybrid(
             "model must be a BlockModel, whose blocks are cut into stages, got"
             f" {type(model).__name__}."
         )
-        raise TypeError(
-            error_text(
-                problem, fix="use so.BlockModel(embed, block, loss), or so.fsdp for any loss."
-            )
+        raise type_error(
+            problem, fix="use so.BlockModel(embed, block, loss), or so.fsdp for any loss."
         )
     check_choice(
         "placement", placement, _PLACEMENTS, f"use one of {', '.join(map(repr, _PLACEMENTS))}."
     )
     if options.get("gather_dtype") is not None and not _PLACEMENTS[placement].params:
         problem = f"gather_dtype is for placements that gather parameters, not for {placement!r}."
-        raise ValueError(
-            error_text(problem, fix="use placement='fsdp', or leave gather_dtype out.")
-        )
+        raise value_error(problem, fix="use placement='fsdp', or leave gather_dtype out.")
     if not isinstance(remat, bool | str):
         problem = (
             f"remat must be True, False or a string that BlockModel.remat can be, got {remat!r}."
         )
-        raise TypeError(
-            error_text(problem, fix="give a policy to the model: model._replace(remat=policy).")
-        )
+        raise type_error(problem, fix="give a policy to the model: model._replace(remat=policy).")
     check_count("micro_batches", micro_batches, minimum=1)
     config = configure("hybrid", tx, mesh, blocks, _PLACEMENTS[placement], options)
     sizes = read_mesh(config.mesh, config.axis_names, pipelined=True)[0].shape
@@ -179,15 +173,11 @@ def hybrid(
     regather = placement != "fsdp_once"
     if not regather and num_stages == 1:
         problem = "placement='fsdp_once' is for pipelines, and there is one stage."
-        raise ValueError(
-            error_text(problem, fix="use a mesh with pipeline above 1, or placement='fsdp'.")
-        )
+        raise value_error(problem, fix="use a mesh with pipeline above 1, or placement='fsdp'.")
     if blocks_per_stage is not None and num_stages == 1:
         problem = "blocks_per_stage is for pipelines, and there is one stage."
-        raise ValueError(
-            error_text(
-                problem, fix="use a mesh with pipeline above 1, or leave blocks_per_stage out."
-            )
+        raise value_error(
+            problem, fix="use a mesh with pipeline above 1, or leave blocks_per_stage out."
         )
     if isinstance(remat, str):
         blocks = blocks._replace(remat=remat)
@@ -233,10 +223,8 @@ def _build_schedule(
 ) -> Schedule:
     if not isinstance(schedule, Schedule) and not callable(schedule):
         problem = f"schedule must be a Schedule, or a function that makes one, got {schedule!r}."
-        raise TypeError(
-            error_text(
-                problem, fix="use one of so.schedules, such as so.schedules.eager_one_f_one_b."
-            )
+        raise type_error(
+            problem, fix="use one of so.schedules, such as so.schedules.eager_one_f_one_b."
         )
     built_schedule = (
         schedule if isinstance(schedule, Schedule) else schedule(num_stages, micro_batches)
@@ -246,10 +234,8 @@ def _build_schedule(
             f"schedule(num_stages={num_stages}, num_micro_batches={micro_batches}) returned"
             f" {built_schedule!r}."
         )
-        raise TypeError(
-            error_text(
-                problem, fix="return a Schedule; so.schedules.from_ticks and from_order make one."
-            )
+        raise type_error(
+            problem, fix="return a Schedule; so.schedules.from_ticks and from_order make one."
         )
     if (built_schedule.num_stages, built_schedule.num_micro_batches) != (num_stages, micro_batches):
         problem = (
@@ -257,7 +243,7 @@ def _build_schedule(
             f" {plural(built_schedule.num_micro_batches, 'micro-batch')}, but there are"
             f" pipeline={num_stages} and micro_batches={micro_batches}."
         )
-        raise ValueError(
-            error_text(problem, fix="make it of these sizes, or pass the function that makes it.")
+        raise value_error(
+            problem, fix="make it of these sizes, or pass the function that makes it."
         )
     return built_schedule

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core._errors import calling, error_text, value_error
+from shardopt.core._errors import calling, type_error, value_error
 from shardopt.core._types import PyTree, TrainState
 from shardopt.local_updates._state import PerReplica
 from shardopt.runtime._processes import gather_to_host
@@ -85,7 +85,7 @@ class _Injected(NamedTuple):
 
 def _injected_by_name(state: TrainState) -> dict[str, _Injected]:
     if not hasattr(state, "opt_state"):
-        raise TypeError(error_text(f"state must be a TrainState, got {type(state).__name__}."))
+        raise type_error(f"state must be a TrainState, got {type(state).__name__}.")
     entries = list(_injected_entries((), state.opt_state))
     if not entries:
         raise value_error("the optimizer state has no injected hyperparameters.", fix=_REMEDY)
@@ -147,9 +147,7 @@ def _placed_like(name: str, injected: _Injected, value: Hyperparam) -> jax.Array
     ) and not isinstance(value, bool)
     new_value = np.asarray(jax.device_get(value)) if numeric else None
     if new_value is None or not jnp.issubdtype(new_value.dtype, jnp.number):
-        raise TypeError(
-            error_text(f"{name} must be a number, got {value!r} ({type(value).__name__}).")
-        )
+        raise type_error(f"{name} must be a number, got {value!r} ({type(value).__name__}).")
     if injected.per_replica and new_value.shape == old.shape[1:]:
         new_value = np.broadcast_to(new_value, old.shape)
     if new_value.shape != old.shape:

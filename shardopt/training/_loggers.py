@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
-from shardopt.core._errors import calling, error_text, format_error
+from shardopt.core._errors import calling, format_error, type_error
 from shardopt.core._extras import is_installed
 from shardopt.runtime._files import write_atomic
 
@@ -51,9 +51,7 @@ def jsonl(path: str | os.PathLike[str]) -> Log:
       '{"step": 10, "loss": 2.5}\n'
     """
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(
-            error_text(f"the path must be a string or a pathlib.Path, got {type(path).__name__}.")
-        )
+        raise type_error(f"the path must be a string or a pathlib.Path, got {type(path).__name__}.")
     file = Path(path)
     if file.is_dir():
         fix = f"name a file in it, such as {str(file / 'metrics.jsonl')!r}."

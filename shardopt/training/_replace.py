@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardopt.config._user_mesh import on_auto_axes, on_auto_mesh
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, error_text, plural, value_error
+from shardopt.core._errors import calling, error_text, plural, type_error, value_error
 from shardopt.core._types import PyTree, TrainState, abstract, is_array_like, leaves_with_paths
 from shardopt.local_updates._state import PerReplica, ReplicaStates
 from shardopt.step._average import average_of
@@ -128,7 +128,7 @@ def replace(
         check_count("step", step, minimum=0)
         if step >= LAST_STEP:
             problem = f"step must be below {LAST_STEP:,}, the last int32, got {step:,}."
-            raise ValueError(error_text(problem))
+            raise value_error(problem)
         new_step = np.asarray(step, np.int32)
         if isinstance(state.step, jax.Array):
             new_step = jax.device_put(new_step, state.step.sharding)
@@ -139,9 +139,7 @@ def replace(
 def _check_state(state: TrainState) -> None:
     if not isinstance(state, TrainState):
         fix = "pass the state that opt.init or opt.step returned."
-        raise TypeError(
-            error_text(f"state must be a TrainState, got {type(state).__name__}.", fix=fix)
-        )
+        raise type_error(f"state must be a TrainState, got {type(state).__name__}.", fix=fix)
     if isinstance(state.step, jax.Array) and state.step.is_deleted():
         problem = "this state was given to step already, which takes over its memory."
         raise value_error(problem, fix="pass the state that step returned.")

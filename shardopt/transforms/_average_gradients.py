@@ -8,7 +8,7 @@ import optax
 
 from shardopt.core._axis import AxisName, axis_names, axis_size
 from shardopt.core._device_state import DeviceNumber, differs_by_device
-from shardopt.core._errors import calling, error_text
+from shardopt.core._errors import calling, value_error
 from shardopt.core._reducer import check_reducer
 from shardopt.core._types import PyTree, abstract
 from shardopt.reducers import Reducer, exact
@@ -99,7 +99,7 @@ def average_gradients(
         if weight is not None:
             if jnp.size(weight) != 1:
                 problem = f"weight is one number of this device, got shape {jnp.shape(weight)}."
-                raise ValueError(error_text(problem, fix="pass a scalar, such as mask.sum()."))
+                raise value_error(problem, fix="pass a scalar, such as mask.sum().")
             own_weight = jnp.reshape(weight, ())
             factor = num_devices * own_weight / jax.lax.psum(own_weight, axis_name)
             # without valid rows a mean is NaN, and counts nothing

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from shardopt.core._arguments import check_count, check_number, check_params
-from shardopt.core._errors import calling, error_text
+from shardopt.core._errors import calling, value_error
 from shardopt.core._types import AverageParamsState, wide_dtype
 
 CALLER = "average_params"
@@ -75,9 +75,7 @@ def average_params(
       et al., "Averaging Weights Leads to Wider Optima and Better Generalization", 2018.
     """
     if decay is not None and half_life is not None:
-        raise ValueError(
-            error_text(f"got decay={decay} and half_life={half_life}.", fix="pass one of them.")
-        )
+        raise value_error(f"got decay={decay} and half_life={half_life}.", fix="pass one of them.")
     check_count("start", start, minimum=0)
     check_count("every", every)
     log_decay = 0.0

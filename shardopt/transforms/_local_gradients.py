@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardopt.core._axis import AxisName, axis_names
-from shardopt.core._errors import error_text
+from shardopt.core._errors import value_error
 from shardopt.core._types import PyTree, leaves_with_paths
 from shardopt.trace._jaxprs import SUMS, jaxpr_params, nested_equations
 from shardopt.trace._primitives import words
@@ -55,7 +55,7 @@ def check_not_changed(updates: PyTree, axis_name: AxisName) -> None:
             " optax.chain(average_gradients, clip, ...). What each device shall do by itself belongs"
             " into the jitted function that differentiates."
         )
-        raise ValueError(error_text(problem, changed, fix))
+        raise value_error(problem, changed, fix)
 
 
 def _maker(value: Any) -> Any:

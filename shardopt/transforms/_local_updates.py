@@ -11,7 +11,7 @@ import optax
 from shardopt.core._arguments import check_count, check_params, check_transformation
 from shardopt.core._axis import AxisName, axis_names, axis_size
 from shardopt.core._device_state import DeviceNumber
-from shardopt.core._errors import calling, error_text
+from shardopt.core._errors import calling, value_error
 from shardopt.core._types import PyTree, abstract, leaves_with_paths, wide_dtype
 from shardopt.reducers import PerDevice, exact
 from shardopt.reducers._axis import agreeing_cond, check_not_summed
@@ -118,7 +118,7 @@ def local_updates(
         if "weight" in extra_args:
             problem = "it takes no weight: the mean of parameters counts all devices alike."
             fix = "use as many valid rows on each device, or so.transforms.average_gradients."
-            raise ValueError(error_text(problem, fix=fix))
+            raise value_error(problem, fix=fix)
         leaves = leaves_with_paths(updates)
         check_not_summed(axis_name, [path for path, _ in leaves], [leaf for _, leaf in leaves])
         old_params = check_params(params)

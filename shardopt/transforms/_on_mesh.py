@@ -20,7 +20,7 @@ from shardopt.core._device_state import (
     map_by_mark,
     state_specs,
 )
-from shardopt.core._errors import calling, error_text
+from shardopt.core._errors import calling, type_error, value_error
 from shardopt.core._types import PyTree, leaves_with_paths, merge_replicas, path_text
 from shardopt.transforms._local_gradients import OF_DEVICE
 from shardopt.transforms._state_form import check_alike
@@ -73,10 +73,10 @@ def on_mesh(
       [-1. -1.]
     """
     if not isinstance(mesh, Mesh):
-        raise TypeError(error_text(f"mesh must be a jax.sharding.Mesh, got {mesh!r:.80}."))
+        raise type_error(f"mesh must be a jax.sharding.Mesh, got {mesh!r:.80}.")
     if axis_name not in mesh.axis_names:
         problem = f"the mesh has no axis {axis_name!r}, it has {mesh.axis_names}."
-        raise ValueError(error_text(problem, fix="name the axis that splits the batch."))
+        raise value_error(problem, fix="name the axis that splits the batch.")
     chain = _ChainOnMesh(check_transformation("tx", tx), mesh, axis_name, own_params)
     transformation = OnMesh(chain.init, chain.update)
     transformation.specs, transformation.resized = chain.specs, chain.resized
@@ -186,7 +186,7 @@ class _ChainOnMesh:
             problem = f"under jit weight has shape [{size}], got {jnp.shape(weight)}."
             fix = "pass the weight of each device, such as mask.reshape(size, -1).sum(1)."
             with calling("on_mesh"):
-                raise ValueError(error_text(problem, fix=fix))
+                raise value_error(problem, fix=fix)
         return {"weight": weight}
 
     def _update_unreduced(
@@ -199,7 +199,7 @@ class _ChainOnMesh:
                 "unreduced gradients belong to the loss of the whole batch, and take no weight."
             )
             with calling("on_mesh"):
-                raise ValueError(error_text(problem, fix="leave it out."))
+                raise value_error(problem, fix="leave it out.")
 
         def run(parts: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]):
             # the mean of these is the sum of the parts
@@ -237,7 +237,7 @@ class _ChainOnMesh:
         if per_device_paths:
             problem = "state that belongs to its device cannot be carried to another axis size."
             fix = "make it again with init, or use so.zero or so.ddp, whose state can be resharded."
-            raise ValueError(error_text(problem, per_device_paths, fix))
+            raise value_error(problem, per_device_paths, fix)
         size = self.mesh.shape[self.axis_name]
 
         def merge(leaf: jax.Array) -> jax.Array:
@@ -269,7 +269,7 @@ class _ChainOnMesh:
                 " the place of optax.apply_if_finite."
             )
             with calling("on_mesh"):
-                raise TypeError(error_text(problem, fix=fix)) from error
+                raise type_error(problem, fix=fix) from error
         if self.own_params:
             updates = jax.tree.map(lambda leaf: leaf[None], updates)
         return updates, map_by_mark(device_state, lambda leaf: jnp.asarray(leaf)[None], _unchanged)
@@ -288,7 +288,7 @@ class _ChainOnMesh:
                 f" {self.axis_name!r})."
             )
             with calling("on_mesh"):
-                raise ValueError(error_text(problem, wrong, fix))
+                raise value_error(problem, wrong, fix)
 
 
 @calling("per_device_grads")
@@ -329,7 +329,7 @@ def per_device_grads(
         if wrong:
             problem = f"{size} devices along {axis_name!r} do not divide the rows of the batch."
             with calling("per_device_grads"):
-                raise ValueError(error_text(problem, wrong, f"use a multiple of {size} rows."))
+                raise value_error(problem, wrong, f"use a multiple of {size} rows.")
         leaves, treedef = jax.tree.flatten(params)
         is_array = [isinstance(leaf, jax.Array) or hasattr(leaf, "dtype") for leaf in leaves]
 

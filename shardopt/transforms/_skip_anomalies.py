@@ -10,7 +10,7 @@ import optax
 
 from shardopt.core._arguments import check_count, check_number, check_transformation
 from shardopt.core._axis import bound_axes
-from shardopt.core._errors import calling, error_text
+from shardopt.core._errors import calling, type_error, value_error
 from shardopt.core._types import PyTree, states_of, wide_dtype
 from shardopt.reducers._axis import tracks_varying, varying
 from shardopt.reducers._reducer import check_leaves
@@ -146,7 +146,7 @@ def skip_anomalies(
                 "use loss_z=None, which judges the norm alone; or call update(grads, state, params,"
                 " value=loss)."
             )
-            raise TypeError(error_text("update needs the loss.", fix=fix))
+            raise type_error("update needs the loss.", fix=fix)
         loss = jnp.zeros((), jnp.float32) if value is None else jnp.asarray(value, jnp.float32)
         loss, norm = _agreed(loss, _norm(updates))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -197,7 +197,7 @@ def _check_structure(old: PyTree, new: PyTree) -> None:
         " its axis is bound."
     )
     fix = "make the state where the axis is bound, jax.pmap(tx.init, axis_name=...)(params)."
-    raise ValueError(error_text(problem, fix=fix))
+    raise value_error(problem, fix=fix)
 
 
 def unless_skipped(old_opt_state: PyTree, opt_state: PyTree, old: PyTree, new: PyTree) -> PyTree:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from shardopt.core._axis import AxisName, axis_names, is_bound
 from shardopt.core._device_state import DeviceNumber
-from shardopt.core._errors import error_text
+from shardopt.core._errors import value_error
 from shardopt.core._types import PyTree, leaves_with_paths
 from shardopt.reducers._axis import varying
 
@@ -61,7 +61,7 @@ def check_alike(tree: PyTree, axis_name: str, problem: str, fix: str) -> None:
     """Raise an error with this text if types show that leaves differ along an axis."""
     local = [path for path, leaf in leaves_with_paths(tree) if axis_name in varying(leaf)]
     if local:
-        raise ValueError(error_text(problem, local, fix))
+        raise value_error(problem, local, fix)
 
 
 def check_form(state: PyTree, expected: PyTree) -> None:
@@ -77,7 +77,7 @@ def check_form(state: PyTree, expected: PyTree) -> None:
     leaves = jax.tree.leaves(expected)
     if len(jax.tree.leaves(state)) != len(leaves):
         problem = "the state has another structure than the state that init makes."
-        raise ValueError(error_text(problem, fix="make it again with init."))
+        raise value_error(problem, fix="make it again with init.")
     wrong = [
         f"{path}: shape {jnp.shape(leaf)}, where a device has {like.shape}"
         for (path, leaf), like in zip(leaves_with_paths(state), leaves, strict=True)
@@ -85,4 +85,4 @@ def check_form(state: PyTree, expected: PyTree) -> None:
     ]
     if wrong:
         problem = "the state is not in the form of one device."
-        raise ValueError(error_text(problem, wrong, FIX_STACKED))
+        raise value_error(problem, wrong, FIX_STACKED)

@@ -12,7 +12,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from shardopt.core._errors import calling, error_text, plural
+from shardopt.core._errors import calling, error_text, plural, value_error
 from shardopt.core._types import PyTree, leaves_with_paths, replaced
 from shardopt.mesh import spec_axes
 from shardopt.partition._plan import largest_divisible_dim
@@ -52,7 +52,7 @@ class ByConstraints:
         if mesh is None:
             problem = f"axis {self.axis_name!r} is not bound here, and there is no mesh with it."
             fix = 'pass the mesh of the loop: so.transforms.zero(tx, "data", mesh).'
-            raise ValueError(error_text(problem, fix=fix))
+            raise value_error(problem, fix=fix)
         state = self.watched(state, mesh)
         specs, state_specs = self.specs(updates, mesh), self.specs(state, mesh)
         unsharded = jax.tree.map(self.unsharded_spec, specs)

@@ -10,7 +10,7 @@ import optax
 
 from shardopt.core._axis import axis_size
 from shardopt.core._device_state import DeviceNumber, PerDevice
-from shardopt.core._errors import error_text
+from shardopt.core._errors import value_error
 from shardopt.core._types import PyTree, abstract
 from shardopt.reducers._axis import varying
 from shardopt.transforms._state_form import (
@@ -106,4 +106,4 @@ class ByShards:
         problem = (
             f"shard {name} of the state has shape {shard.shape}, where a device has {(length,)}."
         )
-        raise ValueError(error_text(problem, fix=FIX_STACKED))
+        raise value_error(problem, fix=FIX_STACKED)
