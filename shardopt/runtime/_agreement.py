@@ -5,6 +5,7 @@ program is compiled, and Python can handle a signal while a process waits for th
 collects the values. If they are equal, its answer is one character.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -14,7 +15,6 @@ import sys
 import time
 import zlib
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -30,8 +30,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1e-4, 5e-3
 _NOTICE_SECONDS = 30.0
 """Seconds until the collecting process names the processes that it waits for."""
 _ALL_EQUAL = "="
-_FAILED = "shardopt/failed/"
-"""The folder of the errors with which processes end."""
+_ENDED = "shardopt/ended/"
+"""The folder in which processes that end say why."""
+_LOOK_SECONDS = 0.5
+"""Seconds between two looks of the collecting process at the processes that have ended."""
 
 
 def processes_of(mesh: Mesh) -> tuple[int, ...]:
@@ -51,7 +53,7 @@ def agree(place: str, value: Any, processes: Sequence[int]) -> list[Any]:
       processes: the processes that take part, from `processes_of`.
 
     Raises:
-      RuntimeError: if a process is at another place, or has ended with an error.
+      RuntimeError: if a process is at another place, or has ended.
     """
     if len(processes) == 1:
         return [value]
@@ -126,14 +128,20 @@ class Channel:
     def _collect(self, place: str, folder: str) -> list[str]:
         """Return the texts of all processes, when the last one has come."""
         began = time.monotonic()
-        pause, notice = _FIRST_PAUSE, _NOTICE_SECONDS
+        pause, notice, next_look = _FIRST_PAUSE, _NOTICE_SECONDS, _LOOK_SECONDS
+        ended: dict[int, str] = {}
         while True:
+            seconds = time.monotonic() - began
+            if seconds > next_look:
+                next_look = seconds + _LOOK_SECONDS
+                ended = self._ended()  # before the texts, which a process says before it ends
             entries = self.client.key_value_dir_get(folder)
             texts = {int(key.rpartition("/")[2]): text for key, text in entries}
             missing = [process for process in self.processes if process not in texts]
             if not missing:
                 return [texts[process] for process in self.processes]
-            seconds = time.monotonic() - began
+            if ended.keys() & set(missing):
+                raise _ended_error(ended)
             if seconds > notice:
                 notice *= 2
                 print(
@@ -141,58 +149,62 @@ class Channel:
                     file=sys.stderr,
                     flush=True,
                 )
-            if pause == _LONGEST_PAUSE:
-                self._raise_failures()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _answer(self, key: str) -> str:
         """Return the answer of the process that collects."""
+        ended: dict[int, str] = {}
         while True:
             try:
                 return self.client.blocking_key_value_get(key, _ANSWER_MILLISECONDS)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-            self._raise_failures()
+            if ended:  # and the answer has not come since
+                raise _ended_error(ended)
+            ended = self._ended()
 
-    def _raise_failures(self) -> None:
-        """Raise the errors with which other processes have ended."""
-        errors = self.client.key_value_dir_get(_FAILED)
-        if errors:
-            problem = "another process has ended with an error, and this one waits for it."
-            listed = [f"process {key.removeprefix(_FAILED)}: {text}" for key, text in errors]
-            raise RuntimeError(error_text(problem, listed))
+    def _ended(self) -> dict[int, str]:
+        """Return process -> why it has ended, for those of this channel that have."""
+        entries = self.client.key_value_dir_get(_ENDED)
+        reasons = {int(key.removeprefix(_ENDED)): reason for key, reason in entries}
+        return {process: reasons[process] for process in self.processes if process in reasons}
+
+
+def _ended_error(ended: dict[int, str]) -> RuntimeError:
+    problem = "another process has ended, and this one waits for it."
+    listed = [f"process {process}: {reason}" for process, reason in ended.items()]
+    fix = "an error is mended there. Else let all processes take the same steps to the end."
+    return RuntimeError(error_text(problem, listed, fix))
 
 
 @functools.cache
 def _channel(client: Any, processes: tuple[int, ...]) -> Channel:
-    tell_failure()
+    tell_end()
     number = zlib.crc32(repr(processes).encode())
     return Channel(client, processes, f"shardopt/agree/{number}")
 
 
 @functools.cache
-def tell_failure() -> None:
-    """Let the processes that wait for this one know the error that ends it.
+def tell_end() -> None:
+    """Let the processes that wait for this one know when and why it ends.
 
-    At exit, jax waits for all processes, so that they would wait for each other. `shardopt launch`
-    ends them itself.
+    At exit, jax waits for all processes, so that they would wait for each other.
     """
 
-    def hook(
-        error_type: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        if os.getpid() == pid:  # else a fork, whose error is its own
-            # process 0 has ended, or jax has left the job
-            with contextlib.suppress(RuntimeError):
-                text = f"{error_type.__name__}: {error}"
-                coordination_client().key_value_set(f"{_FAILED}{jax.process_index()}", text)
-        previous_hook(error_type, error, traceback)
+    def tell(pid: int) -> None:
+        if os.getpid() != pid:  # a fork, whose end is its own
+            return
+        error = getattr(sys, "last_value", None)  # which was not caught
+        reason = "its program ended without an error, or called sys.exit"
+        if error is not None:
+            reason = f"{type(error).__name__}: {error}"
+        # process 0 has ended, or jax has left the job
+        with contextlib.suppress(RuntimeError):
+            coordination_client().key_value_set(f"{_ENDED}{jax.process_index()}", reason)
 
-    pid, previous_hook = os.getpid(), sys.excepthook
-    if "SHARDOPT_LAUNCHED" not in os.environ:
-        sys.excepthook = hook
+    atexit.register(tell, os.getpid())
 
 
 def coordination_client() -> Any:

@@ -26,7 +26,7 @@ import numpy as np
 from shardopt.core._errors import calling
 from shardopt.core._place import settle
 from shardopt.runtime import _progress as progress
-from shardopt.runtime._agreement import tell_failure
+from shardopt.runtime._agreement import tell_end
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -106,7 +106,7 @@ def initialize(
             _wait_for_address(connection.address)
         jax.distributed.initialize(*connection[:3], **(connection.options or {}))
     settle()
-    tell_failure()
+    tell_end()
     if is_launched and threading.current_thread() is threading.main_thread():
         # jax has installed a handler for SIGTERM in C++ that Python does not know: restore Python's
         # handler.

@@ -1,4 +1,4 @@
-"""A process that fails alone, without a launcher, tells the others why, and all end."""
+"""A process that ends alone, without a launcher, tells the others why, and all end."""
 
 import os
 import socket
@@ -10,19 +10,24 @@ import pytest
 from support.processes import ROOT
 
 WORKER = Path(__file__).with_name("worker_refused.py")
+NO_ERROR = "its program ended without an error, or called sys.exit"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("place", "error"),
+    ("place", "reason", "code"),
     [
-        ("strategy", "TypeError: fsdp: tx must be an optax.GradientTransformation"),
-        ("fit", "ValueError: fit: num_steps must be at least 0, got -1."),
-        ("own loop", "KeyError: 'run_name'"),
-        ("evaluation", "PermissionError: held_out.npz cannot be read"),
+        ("strategy", "TypeError: fsdp: tx must be an optax.GradientTransformation", 1),
+        ("fit", "ValueError: fit: num_steps must be at least 0, got -1.", 1),
+        ("own loop", "KeyError: 'run_name'", 1),
+        ("evaluation", "PermissionError: held_out.npz cannot be read", 1),
+        ("exit in an own loop", NO_ERROR, 3),
+        ("exit in an evaluation", NO_ERROR, 3),
+        ("own loop left", NO_ERROR, 0),
+        ("own loop with fewer steps", NO_ERROR, 0),
     ],
 )
-def test_an_error_of_one_process_alone_ends_the_others_with_its_message(place, error):
+def test_the_end_of_one_process_alone_ends_the_others_with_its_reason(place, reason, code):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -41,10 +46,9 @@ def test_an_error_of_one_process_alone_ends_the_others_with_its_message(place, e
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [1, 1]
-    assert (
-        f"another process has ended with an error, and this one waits for it.\n  process 1: {error}"
-        in errors[0]
-    )
-    assert error in errors[1]
+    assert [process.returncode for process in processes] == [1, code]
+    expected = f"another process has ended, and this one waits for it.\n  process 1: {reason}"
+    assert expected in errors[0]
     assert "waiting for process 1" not in errors[0]  # it would be named after 30 s
+    if reason != NO_ERROR:
+        assert reason in errors[1]

@@ -1,6 +1,6 @@
 """One of two processes with a device each: `python worker_refused.py RANK PORT PLACE`.
 
-Process 1 alone is refused, or fails, at a place.
+Process 1 alone is refused, fails or ends, at a place.
 """
 
 import sys
@@ -31,16 +31,22 @@ def batches():
 
 def evaluate(state):
     fail("evaluation", PermissionError("held_out.npz cannot be read"))
+    fail("exit in an evaluation", SystemExit(3))
     return {"val_loss": 1.0}
 
 
 tx = None if is_wrong and place == "strategy" else optax.adam(0.05)
 opt = so.fsdp(tx, so.make_mesh(), loss_fn, min_shard_elements=1)
 state = opt.init(first_params())
-if place == "own loop":
+if place in ("own loop", "exit in an own loop", "own loop left", "own loop with fewer steps"):
     for step, batch in enumerate(batches()):
         if step == 2:
             fail("own loop", KeyError("run_name"))
+            fail("exit in an own loop", SystemExit(3))
+            if is_wrong and place == "own loop left":
+                break
+            if is_wrong and place == "own loop with fewer steps":
+                continue
         state, _ = opt.step(state, batch)
 else:
     num_steps = -1 if is_wrong and place == "fit" else 4
