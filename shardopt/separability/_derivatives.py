@@ -85,13 +85,11 @@ def follow_jvp(
     operands = resolve_numbers(site, relations)
     tangents = [Same() if is_zero(relations[i]) else operands[i] for i in inputs]
     rule_relations = _follow_rule(proof, site, trace, [*relations, *tangents])
-    if rule_relations is None:
-        return unknown_results(site, results, "backward")
-    rule_results, rule_tangents = rule_relations[: len(results)], rule_relations[len(results) :]
-    agree = _all_agree(site, rule_results, results) and all(
-        is_zero(rule_relation) or implies(site, rule_relation, results[i])
-        for rule_relation, i in zip(rule_tangents, outputs, strict=True)
-    )
+    # the tangent of known numbers is 0
+    expected = [
+        site.unknown("backward") if isinstance(results[i], Known) else results[i] for i in outputs
+    ]
+    agree = _all_agree(site, rule_relations, [*results, *expected])
     return results if agree else unknown_results(site, results, "backward")
 
 
@@ -137,16 +135,14 @@ def follow_vjp(
     operands = resolve_numbers(site, relations)
     cotangents = [derivative_relation(site, results[i], site.result_shapes(i)) for i in outputs]
     rule_relations = _follow_rule(proof, site, trace, [*relations, *cotangents])
-    if rule_relations is None:
-        return unknown_results(site, results, "backward")
-    rule_results, rule_cotangents = rule_relations[: len(results)], rule_relations[len(results) :]
-    agree = _all_agree(site, rule_results, results)
-    for i, rule_relation in zip(inputs, rule_cotangents, strict=True):
-        # a known number has no gradient, and 0 has every relation
-        if isinstance(relations[i], Known) or is_zero(rule_relation):
-            continue
-        expected = derivative_relation(site, operands[i], site.operand_shapes(i))
-        agree &= implies(site, rule_relation, expected)
+    # a known number has no gradient
+    expected = [
+        None
+        if isinstance(relations[i], Known)
+        else derivative_relation(site, operands[i], site.operand_shapes(i))
+        for i in inputs
+    ]
+    agree = _all_agree(site, rule_relations, [*results, *expected])
     return results if agree else unknown_results(site, results, "backward")
 
 
@@ -162,10 +158,16 @@ def derivative_relation(site: EquationPair, relation: Relation, shapes: Shapes) 
 
 
 def _all_agree(
-    site: EquationPair, rule_results: Sequence[Relation], results: Sequence[Relation]
+    site: EquationPair, rule_relations: Sequence[Relation], expected: Sequence[Relation | None]
 ) -> bool:
-    """Return whether the results of a rule have the relations of the results of its function."""
-    return all(implies(site, *pair) for pair in zip(rule_results, results, strict=True))
+    """Return whether the results of a rule have the expected relations; None expects nothing.
+
+    0 has every relation, but is no other number.
+    """
+    return len(rule_relations) == len(expected) and all(
+        b is None or (is_zero(a) and not isinstance(b, Known)) or implies(site, a, b)
+        for a, b in zip(rule_relations, expected, strict=True)
+    )
 
 
 def implies(site: EquationPair, a: Relation, b: Relation) -> bool:
@@ -188,10 +190,10 @@ def _follow_rule(
     site: EquationPair,
     trace: Callable[[JaxprEqn], ClosedJaxpr],
     relations: Sequence[Relation],
-) -> list[Relation] | None:
+) -> list[Relation]:
     """Return the relations of the results of a derivative rule.
 
-    None if the rule cannot be traced outside of the loss.
+    [] if the rule cannot be traced outside of the loss, or not to the same equations.
 
     Args:
       proof: the settings of the proof.
@@ -210,14 +212,14 @@ def _follow_rule(
             # mesh axes
             proof.rule_traces[key] = None
     if proof.rule_traces[key] is None:
-        return None
+        return []
     try:
         # a rule is not differentiated, so derivative rules inside it do not count
         return dataclasses.replace(proof, training=False).relate(
             site, proof.rule_traces[key][0], proof.rule_traces[key][1], relations
         )
     except DifferentTracesError:
-        return None
+        return []
 
 
 def floating(variables: Sequence[Any]) -> list[int]:

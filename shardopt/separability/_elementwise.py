@@ -13,7 +13,6 @@ from shardopt.separability._relations import (
     EquationPair,
     Extreme,
     Known,
-    OperandSite,
     Relation,
     Same,
     Shifted,
@@ -162,7 +161,9 @@ def _elementwise(site: EquationPair, relations: Sequence[Relation]) -> Relation:
     operands = resolve_numbers(site, relations)
     # the same choice in the whole trace and in the pieces
     if name == SELECT and isinstance(operands[0], Same):
-        return _select(site, operands[0], relations[1:])
+        if operands[0].ratio != 1:
+            return site.unknown("count")
+        return unify(site, operands[1:], [is_zero(case) for case in relations[1:]])
     if unknown := first_unknown(operands):
         return unknown
     for operand in operands:
@@ -182,12 +183,6 @@ def _elementwise(site: EquationPair, relations: Sequence[Relation]) -> Relation:
     if splits:
         return dataclasses.replace(splits[0], ratio=ratio)
     return Same(ratio)
-
-
-def _select(site: EquationPair, predicate: Same, cases: Sequence[Relation]) -> Relation:
-    if predicate.ratio != 1:
-        return site.unknown("count")
-    return join(OperandSite(site, 1), cases)
 
 
 def _result_ratio(

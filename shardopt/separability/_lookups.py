@@ -15,12 +15,11 @@ from shardopt.separability._elementwise import (
     unify,
 )
 from shardopt.separability._moves import take_along_split
-from shardopt.separability._numbers import row_numbers
+from shardopt.separability._numbers import relation_of_numbers, row_numbers
 from shardopt.separability._relations import (
     Columns,
     EquationPair,
     Known,
-    OperandSite,
     Relation,
     Same,
     Split,
@@ -126,9 +125,8 @@ def _resolve_column(site: EquationPair, column: Relation) -> Relation:
     if not isinstance(column, Known):
         return column
     whole_shape, piece_shape = site.operand_shapes(1)
-    return resolve_numbers(
-        OperandSite(site, shapes=((*whole_shape[:-1], 1), (*piece_shape[:-1], 1))), [column]
-    )[0]
+    shapes = (*whole_shape[:-1], 1), (*piece_shape[:-1], 1)
+    return relation_of_numbers(column, shapes, site.num_pieces, site.operand_dtype(1))
 
 
 def _resolve_indices(site: EquationPair, relations: Sequence[Relation]) -> Relation:
@@ -377,35 +375,22 @@ def _own_row_place(site: EquationPair, indices: Relation) -> Split | None:
 
 
 def dynamic_slice(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
-    """Take a slice with a start that is an operand: it must take all entries along dims of rows."""
-    operand, starts = resolve_numbers(site, relations)[0], resolve_numbers(site, relations)[1:]
-    if unknown := first_unknown([operand, *starts]):
-        return [unknown]
-    if not all(is_exactly_same(start) for start in starts):
-        return [site.unknown("mixes")]
-    shapes, result_shapes = site.operand_shapes(), site.result_shapes()
-    for dim in range(len(shapes[0])):
-        if shapes[0][dim] == shapes[1][dim]:
-            if result_shapes[0][dim] != result_shapes[1][dim]:
-                return [site.unknown("position")]
-        elif not all(
-            shape[dim] == result_shape[dim]
-            for shape, result_shape in zip(shapes, result_shapes, strict=True)
-        ):
-            return [site.unknown("mixes")]
-    return [operand if isinstance(operand, Same | Split | Total) else site.unknown("shape")]
+    """Take or write a slice with a start that is an operand.
 
-
-def dynamic_update_slice(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
-    """Write a slice with a start that is an operand: it must fill all entries along dims of rows."""
-    operand, updates, *starts = resolve_numbers(site, relations)
-    if unknown := first_unknown([operand, updates, *starts]):
+    Along dims of rows it must have all entries.
+    """
+    num_arrays, slice_shapes = 1, site.result_shapes()
+    if site.name == "dynamic_update_slice":
+        num_arrays, slice_shapes = 2, site.operand_shapes(1)
+    operands = resolve_numbers(site, relations)
+    if unknown := first_unknown(operands):
         return [unknown]
-    if not all(is_exactly_same(start) for start in starts):
+    if not all(map(is_exactly_same, operands[num_arrays:])):
         return [site.unknown("mixes")]
-    for sizes in zip(*site.operand_shapes(0), *site.operand_shapes(1), strict=True):
-        whole_size, piece_size, whole_update_size, piece_update_size = sizes
-        has_rows = whole_size != piece_size or whole_update_size != piece_update_size
-        if has_rows and (whole_size, piece_size) != (whole_update_size, piece_update_size):
-            return [site.unknown("mixes")]
-    return [unify(site, [operand, updates], [is_zero(relations[0]), is_zero(relations[1])])]
+    for whole_size, piece_size, *slice_sizes in zip(
+        *site.operand_shapes(), *slice_shapes, strict=True
+    ):
+        has_rows = whole_size != piece_size or slice_sizes[0] != slice_sizes[1]
+        if has_rows and slice_sizes != [whole_size, piece_size]:
+            return [site.unknown("position")]
+    return [join(site, relations[:num_arrays])]

@@ -66,26 +66,20 @@ def scan(proof: ProofSettings, site: EquationPair, relations: list[Relation]) ->
         return [site.unknown("loop")] * site.num_results
     consts, carry, _ = scan_parts(site.whole_eqn, relations)
     scanned = scan_parts(site.whole_eqn, resolve_numbers(site, relations))[2]
-    turn_operands = [_operand_of_turn(site, relation) for relation in scanned]
+    turn_operands = [_with_dims(site, relation, -1) for relation in scanned]
     carry, turn_results = _fixed_point(proof, site, bodies, consts, carry, turn_operands)
-    return [*carry, *[_stack_turns(site, relation) for relation in turn_results]]
+    return [*carry, *[_with_dims(site, relation, 1) for relation in turn_results]]
 
 
-def _operand_of_turn(site: EquationPair, relation: Relation) -> Relation:
-    """Return the relation of the part of a scanned operand that a turn takes."""
-    # the scanned dim has one length in both traces, so it is not the split dim
-    if isinstance(relation, Split):
-        return relation.moved_to(relation.dim - 1)
-    return site.unknown("shape") if isinstance(relation, Columns | Shifted) else relation
+def _with_dims(site: EquationPair, relation: Relation, added_dims: int) -> Relation:
+    """Return the relation of the stacked results of all turns, which have one dim more, or of the
+    part of a scanned operand that a turn takes, which has one less.
 
-
-def _stack_turns(site: EquationPair, relation: Relation) -> Relation:
-    """Return the relation of the stacked results of all turns.
-
-    A known number is the number of one turn only.
+    The dim of turns has one length in both traces, so it is not the split dim. A known number is
+    the number of one turn only.
     """
     if isinstance(relation, Split):
-        return relation.moved_to(relation.dim + 1)
+        return relation.moved_to(relation.dim + added_dims)
     if isinstance(relation, Known):
         return relation.as_same()
     return site.unknown("shape") if isinstance(relation, Columns | Shifted) else relation
@@ -197,9 +191,6 @@ def cond(proof: ProofSettings, site: EquationPair, relations: list[Relation]) ->
         relation = alternatives[0]
         for alternative in alternatives[1:]:
             relation = _common_relation(site, relation, alternative)
-        # a number of one branch: another branch may give another number
-        if isinstance(relation, Known):
-            relation = relation.as_same()
         results.append(as_drawn(relation) if is_drawn(index_relation) else relation)
     return results
 

@@ -55,7 +55,7 @@ def reshape(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]
     are its blocks.
     """
     relation, old_shapes, new_shapes = relations[0], site.operand_shapes(), site.result_shapes()
-    dims_order = site.params.get("dimensions") or range(len(old_shapes[0]))
+    dims_order = site.params["dimensions"] or range(len(old_shapes[0]))
     old_shapes = (
         tuple(old_shapes[0][dim] for dim in dims_order),
         tuple(old_shapes[1][dim] for dim in dims_order),
@@ -217,13 +217,7 @@ def slice_entries(site: EquationPair, relations: Sequence[Relation]) -> list[Rel
             np.asarray(dim_ranges[relation.dim]) for dim_ranges in ranges
         )
         sizes = sizes_of_dim(shapes, relation.dim)
-        return [
-            (
-                relation
-                if (whole_entries.size, piece_entries.size) == sizes
-                else take_along_split(site, relation, whole_entries, piece_entries, sizes)
-            )
-        ]
+        return [take_along_split(site, relation, whole_entries, piece_entries, sizes)]
     if isinstance(relation, Columns):
         last_dim = len(shapes[0]) - 1
         only_last_dim = (

@@ -34,19 +34,13 @@ def reduce_sum(site: EquationPair, relations: Sequence[Relation]) -> list[Relati
         for dim in differing_dims(site.operand_shapes())
         if dim in dims and not (isinstance(relation, Split) and dim == relation.dim)
     ]
-    factor = growth(site.operand_shapes(), equal_dims)
-    if isinstance(relation, Split) and relation.dim in dims:
-        return [Total(relation.ratio * factor, site.op)]
-    if isinstance(relation, Split):
-        return [
-            Split(
-                dim_after_removal(relation.dim, dims),
-                relation.blocks,
-                relation.ratio * factor,
-            )
-        ]
-    assert isinstance(relation, Same | Total)
-    return [scaled(relation, factor)]
+    assert isinstance(relation, Same | Split | Total)
+    added = scaled(relation, growth(site.operand_shapes(), equal_dims))
+    if isinstance(added, Split) and added.dim in dims:
+        return [Total(added.ratio, site.op)]
+    if isinstance(added, Split):
+        return [added.moved_to(dim_after_removal(added.dim, dims))]
+    return [added]
 
 
 EXTREMES = {"reduce_max": "max", "reduce_or": "max", "reduce_min": "min", "reduce_and": "min"}
@@ -95,17 +89,13 @@ def rule_along(param: str, linear: bool = False) -> Rule:
     """
 
     def rule(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
-        dim = site.params[param]
+        # of top_k it is the last dim, in releases of jax that have no parameter for it
+        dim = site.params.get(param, -1) % len(site.operand_shapes()[0])
         if linear and dim not in differing_dims(site.operand_shapes()):
             return list(relations)
         return _along(site, relations, [dim])
 
     return rule
-
-
-def top_k(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
-    """Take the largest entries along a dim, which must have one size in both traces."""
-    return _along(site, relations, [site.params.get("axis", -1) % len(site.operand_shapes()[0])])
 
 
 def _along(
@@ -172,10 +162,8 @@ def batched(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]
     The last two dims are the dims of a matrix, all other dims are batch dims.
     """
     num_matrix_dims = 1 if site.name == "lu_pivots_to_permutation" else 2
-    first_matrix_dim = len(site.operand_shapes()[0]) - num_matrix_dims
-    if any(dim >= first_matrix_dim for dim in site.differing_operand_dims):
-        return [site.unknown("mixes")] * site.num_results
-    return _row_by_row(site, relations)
+    ndim = len(site.operand_shapes()[0])
+    return _along(site, relations, range(ndim - num_matrix_dims, ndim))
 
 
 def triangular_solve(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
@@ -186,14 +174,6 @@ def triangular_solve(site: EquationPair, relations: Sequence[Relation]) -> list[
     assert isinstance(right_side, Same | Split | Total)
     (solution,) = batched(site, [matrix, scaled(right_side, 1 / right_side.ratio)])
     return [scaled(solution, right_side.ratio) if isinstance(solution, Same | Split) else solution]
-
-
-def fft(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
-    """Transform the last dims, which must not be dims of rows. A Fourier transform is linear."""
-    shapes = site.operand_shapes()
-    first_transformed = len(shapes[0]) - len(site.params["fft_lengths"])
-    mixes = any(dim >= first_transformed for dim in differing_dims(shapes))
-    return [site.unknown("mixes") if mixes else relations[0]]
 
 
 def dot_general(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:

@@ -358,28 +358,6 @@ class EquationPair:
         return self.whole_eqn.params[name], self.piece_eqn.params[name]
 
 
-class OperandSite(EquationPair):
-    """An equation whose operands are counted from another one, or are taken to have other shapes.
-
-    Args:
-      site: the equation.
-      first: the index of the operand that counts as operand 0.
-      shapes: the shapes to return for every operand; None for the real shapes.
-    """
-
-    def __init__(self, site: EquationPair, first: int = 0, shapes: Shapes | None = None):
-        super().__init__(site.whole_eqn, site.piece_eqn, site.num_pieces, site.callers)
-        self._first, self._shapes = first, shapes
-
-    def operand_shapes(self, i: int = 0) -> Shapes:
-        """Return the shapes of an operand in the whole trace and in the piece trace."""
-        return super().operand_shapes(self._first + i) if self._shapes is None else self._shapes
-
-    def operand_dtype(self, i: int = 0) -> Any:
-        """Return the dtype of an operand; None if it has none."""
-        return super().operand_dtype(self._first + i)
-
-
 def differing_dims(shapes: Shapes) -> tuple[int, ...]:
     """Return the dims that have another size in the whole trace than in the piece trace."""
     return tuple(
