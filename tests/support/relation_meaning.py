@@ -89,6 +89,8 @@ class RuleCase:
       axis: whether the function names the mesh axis `AXIS`, which has the pieces.
       other_axis: whether it names the mesh axis `OTHER_AXIS`, which has no pieces.
       violation: says why results do not have a relation, see `violation`.
+      joint_violation: says why results do not have their relations together, from all relations,
+        the whole results and the results of each piece.
     """
 
     operands: Sequence[Operand]
@@ -98,6 +100,7 @@ class RuleCase:
     axis: bool = False
     other_axis: bool = False
     violation: "Callable[[Relation, Any, Sequence[Any]], str | None] | None" = None
+    joint_violation: "Callable[[Sequence[Relation], Any, Any], str | None] | None" = None
 
 
 def check_rule(case: RuleCase, rng: np.random.Generator, draws: int = 1) -> list[Relation]:
@@ -107,31 +110,53 @@ def check_rule(case: RuleCase, rng: np.random.Generator, draws: int = 1) -> list
       AssertionError: if the concrete results do not have the relations.
     """
     with as_users_have_it(), np.errstate(all="ignore"):
-        jaxprs = _traces(case)
-        proof = ProofSettings(relate_jaxprs, case.num_pieces, **case.settings)
-        relations = relate_jaxprs(proof, *jaxprs, [operand.relation for operand in case.operands])
-        if all(isinstance(relation, Unrelated) for relation in relations):
-            return relations
-        if case.other_axis:
-            _check_over_other_axis(case, rng, jaxprs, relations)
-            return relations
-        has_draws = any(is_drawn(operand.relation) for operand in case.operands)
-        for equal_draws in [True] * draws + [False] * has_draws:
-            pairs = [
-                _draw_operand(rng, operand, case.num_pieces, equal_draws)
-                for operand in case.operands
-            ]
-            (whole_results,) = _run(case, jaxprs[0], [[whole_value] for whole_value, _ in pairs])
-            piece_results = _run(case, jaxprs[1], [pieces for _, pieces in pairs])
-            for k, relation in enumerate(relations):
-                if not equal_draws and is_drawn(relation):
-                    continue
-                pieces = [results[k] for results in piece_results]
-                problem = (case.violation or violation)(relation, whole_results[k], pieces)
-                assert problem is None, _message(case, jaxprs, relations, k, problem, pairs)
-            if case.settings.get("training") and equal_draws:
-                _check_gradients(case, rng, jaxprs, relations, pairs)
+        jaxprs = traces(case)
+        relations = relations_of(case, jaxprs)
+        check_answer(case, jaxprs, relations, rng, draws)
     return relations
+
+
+def relations_of(case: RuleCase, jaxprs: Sequence[jex.ClosedJaxpr]) -> list[Relation]:
+    """Return the relations that a rule answers."""
+    proof = ProofSettings(relate_jaxprs, case.num_pieces, **case.settings)
+    return relate_jaxprs(proof, *jaxprs, [operand.relation for operand in case.operands])
+
+
+def check_answer(
+    case: RuleCase,
+    jaxprs: Sequence[jex.ClosedJaxpr],
+    relations: Sequence[Relation],
+    rng: np.random.Generator,
+    draws: int = 1,
+) -> None:
+    """Check that concrete results of a case have relations.
+
+    Raises:
+      AssertionError: if they do not.
+    """
+    if all(isinstance(relation, Unrelated) for relation in relations):
+        return
+    if case.other_axis:
+        _check_over_other_axis(case, rng, jaxprs, relations)
+        return
+    has_draws = any(is_drawn(operand.relation) for operand in case.operands)
+    for equal_draws in [True] * draws + [False] * has_draws:
+        pairs = [
+            _draw_operand(rng, operand, case.num_pieces, equal_draws) for operand in case.operands
+        ]
+        (whole_results,) = _run(case, jaxprs[0], [[whole_value] for whole_value, _ in pairs])
+        piece_results = _run(case, jaxprs[1], [pieces for _, pieces in pairs])
+        if case.joint_violation:
+            problem = case.joint_violation(relations, whole_results, piece_results)
+            assert problem is None, _message(case, jaxprs, relations, 0, problem, pairs)
+        for k, relation in enumerate(relations):
+            if not equal_draws and is_drawn(relation):
+                continue
+            pieces = [results[k] for results in piece_results]
+            problem = (case.violation or violation)(relation, whole_results[k], pieces)
+            assert problem is None, _message(case, jaxprs, relations, k, problem, pairs)
+        if case.settings.get("training") and equal_draws:
+            _check_gradients(case, rng, jaxprs, relations, pairs)
 
 
 def _check_over_other_axis(
@@ -163,20 +188,21 @@ def _check_over_other_axis(
             assert problem is None, _message(case, jaxprs, relations, k, problem, pairs)
 
 
-def _traces(case: RuleCase) -> list[jex.ClosedJaxpr]:
-    traces = []
+def traces(case: RuleCase) -> list[jex.ClosedJaxpr]:
+    """Return the traces of a case on the whole batch and on a piece."""
+    jaxprs = []
     for i, function in enumerate(case.functions):
         operands = [jax.ShapeDtypeStruct(x.shapes[i], x.dtype) for x in case.operands]
         sizes = [(AXIS, (1, case.num_pieces)[i])] if case.axis else []
         sizes += [(OTHER_AXIS, OTHER_DEVICES)] if case.other_axis else []
-        traces.append(jax.make_jaxpr(function, axis_env=sizes)(*operands))
-    return traces
+        jaxprs.append(jax.make_jaxpr(function, axis_env=sizes)(*operands))
+    return jaxprs
 
 
 def primitives_of(case: RuleCase) -> set[str]:
     """Return the names of the primitives in the trace of a case on the whole batch."""
     with as_users_have_it():
-        return {eqn.primitive.name for eqn in equations(_traces(case)[0])}
+        return {eqn.primitive.name for eqn in equations(traces(case)[0])}
 
 
 # --- drawing --------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ two rows of the whole or of the pieces have the same numbers.
 """
 
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -73,7 +74,9 @@ def shared_key(rng: np.random.Generator) -> RuleCase:
 def keys_of_rows(rng: np.random.Generator) -> RuleCase:
     """Return a case of a key for each row."""
     num_pieces, rows = int(rng.choice([2, 3])), int(rng.integers(1, 4))
-    relation = [Split(0), Split(0), Split(0, drawn=True), Split(0, ratio=2.0)][rng.integers(4)]
+    relation = [Split(0), Split(0), Split(0, drawn=True), Split(0, ratio=Fraction(2))][
+        rng.integers(4)
+    ]
     keys = Operand(relation, ((rows * num_pieces, 2), (rows, 2)), BITS)
 
     def second(keys: jax.Array) -> jax.Array:
@@ -110,7 +113,7 @@ def folded(rng: np.random.Generator) -> RuleCase:
 def seeded(rng: np.random.Generator) -> RuleCase:
     """Return a case of seeds."""
     num_pieces, rows = int(rng.choice([2, 3])), int(rng.integers(1, 4))
-    relation = [Split(0), Split(0, ratio=2.0), Split(0, drawn=True)][rng.integers(3)]
+    relation = [Split(0), Split(0, ratio=Fraction(2)), Split(0, drawn=True)][rng.integers(3)]
     seeds = Operand(relation, ((rows * num_pieces,), (rows,)), np.int32)
 
     def function(seeds: jax.Array) -> jax.Array:
