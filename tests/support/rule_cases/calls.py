@@ -12,6 +12,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from shardopt.separability._relations import Extreme, Same, Shapes, Split, Total
+from shardopt.trace._marks import ATTENTION, POSITIONS, ROW_MAXIMUM, marked
 from support.relation_meaning import (
     AXIS,
     OTHER_AXIS,
@@ -46,8 +47,10 @@ def rows_or_shared(rng: np.random.Generator, num_pieces: int) -> list[Operand]:
             Split(0, ratio=Fraction(2)),
             Same(Fraction(2)),
             Same(drawn=True),
+            Total(Fraction(1, num_pieces)),
+            Total(Fraction(num_pieces)),
         ][i]
-        for i in rng.integers(0, 7, 2)
+        for i in rng.integers(0, 9, 2)
     ]
     shapes: Shapes = (rows, features), (rows, features)
     if any(isinstance(relation, Split) for relation in relations):
@@ -87,6 +90,46 @@ def custom_vjp(rng: np.random.Generator) -> RuleCase:
     product = jax.custom_vjp(lambda x, y: x * y)
     product.defvjp(lambda x, y: (x * y, (x, y)), lambda saved, ct: rule(*saved, ct))
     return _trained(rows_or_shared(rng, num_pieces), product, num_pieces)
+
+
+OF_WEIGHTS: list[Callable[..., tuple[Any, Any]]] = [
+    lambda w, x, ct: ((ct * x).sum(0), ct * w),
+    lambda w, x, ct: ((ct * x).sum(0), ct * w),
+    lambda w, x, ct: (ct.sum(0), ct),
+    lambda w, x, ct: ((ct * x).mean(0), ct * w),
+    lambda w, x, ct: (ct.sum(0) * x.sum(0), ct * w),
+    lambda w, x, ct: ((ct * x).sum(0) * x.shape[0], ct * w),
+    lambda w, x, ct: (ct.sum(0) + w, ct * w),
+    lambda w, x, ct: (jnp.tanh(ct.sum(0)), ct * w),
+    lambda w, x, ct: (ct.max(0), ct * w),
+    lambda w, x, ct: ((ct * x).sum(0), ct * w + ct.mean(0)),
+    lambda w, x, ct: (jnp.zeros_like(w), jnp.zeros_like(x)),
+]
+"""What a backward rule makes of the cotangent of weights times rows: in part not its derivative."""
+FORWARD: list[Callable[..., Any]] = [
+    lambda w, x: w * x,
+    lambda w, x: w * x,
+    lambda w, x: w * x,
+    lambda w, x: w * x + x.mean(0),
+    lambda w, x: w * x * x.shape[0],
+]
+"""What the rule computes in place of weights times rows: in part other numbers."""
+
+
+def weights_and_rows(rng: np.random.Generator) -> RuleCase:
+    """Return a case of weights times rows, with one of the backward rules."""
+    num_pieces, rows, features = int(rng.choice([2, 3])), int(rng.integers(1, 4)), 2
+    rule, forward = OF_WEIGHTS[rng.integers(len(OF_WEIGHTS))], FORWARD[rng.integers(len(FORWARD))]
+    product = jax.custom_vjp(lambda w, x: w * x)
+    product.defvjp(lambda w, x: (forward(w, x), (w, x)), lambda saved, ct: rule(*saved, ct))
+    shared = [Same(), Same(), Same(Fraction(1, num_pieces)), Total(Fraction(1))][rng.integers(4)]
+    ratio = [Fraction(1), Fraction(1), Fraction(1, num_pieces)][rng.integers(3)]
+    sizes: Shapes = (rows * num_pieces, features), (rows, features)
+    operands = [
+        Operand(shared, ((features,), (features,))),
+        Operand(Split(0, ratio=ratio), sizes),
+    ]
+    return _trained(operands, product, num_pieces)
 
 
 def custom_vjp_with_symbolic_zeros(rng: np.random.Generator) -> RuleCase:
@@ -173,6 +216,92 @@ def linear_solve(rng: np.random.Generator) -> RuleCase:
     return RuleCase([matrix, right], (function, function), num_pieces)
 
 
+def solved_rows(rng: np.random.Generator) -> RuleCase:
+    """Return a case of a system for each row, whose solver and transposed solver may mix rows."""
+    num_pieces, rows, size = int(rng.choice([2, 3])), int(rng.integers(1, 3)), 2
+    sizes: Shapes = (rows * num_pieces, size), (rows, size)
+    squares: Shapes = (*sizes[0], size), (*sizes[1], size)
+    matrices = Operand([Split(0), Split(0), Same()][rng.integers(3)], squares)
+    right = Operand(
+        [Split(0), Same(), Split(0, ratio=Fraction(2)), Total(Fraction(1))][rng.integers(4)], sizes
+    )
+    solvers: list[Callable[[jax.Array, jax.Array], jax.Array]] = [
+        lambda a, b: jnp.einsum("rij,rj->ri", jnp.linalg.inv(a), b),
+        lambda a, b: jnp.einsum("rij,rj->ri", a, b),
+        lambda a, b: b - b.mean(0),
+        lambda a, b: b / b.shape[0],
+        lambda a, b: b[::-1],
+    ]
+    solve, solve_transposed = (solvers[i] for i in rng.choice([0, 0, 0, 1, 2, 3, 4], 2))
+
+    def function(a: jax.Array, b: jax.Array) -> jax.Array:
+        a = jnp.tanh(a) + 3 * jnp.eye(size)
+        return lax.custom_linear_solve(
+            lambda x: jnp.einsum("rij,rj->ri", a, x),
+            b,
+            lambda _, b: solve(a, b),
+            transpose_solve=lambda _, b: solve_transposed(a.swapaxes(1, 2), b),
+        )
+
+    return _trained([matrices, right], function, num_pieces)
+
+
+# --- functions with a mark, on pieces of sequences ------------------------------------------------
+
+
+def _marked_case(
+    operands: list[Operand], function: Function, num_pieces: int, positions: bool = True
+) -> RuleCase:
+    settings = {"row_axes": frozenset([AXIS]), "positions": positions}
+    return RuleCase(operands, (function, function), num_pieces, settings, axis=True)
+
+
+def row_maximum(rng: np.random.Generator) -> RuleCase:
+    """Return a case of the largest number over positions: of all, or in a scan over positions."""
+    num_pieces = int(rng.choice([2, 3]))
+    shapes = draw_shapes(rng, num_pieces, 2, most_uneven=1)
+    operands = draw_operands(rng, shapes, np.float64, num_pieces, 1)
+    largest = marked(ROW_MAXIMUM, lambda x: lax.pmax(jnp.max(jnp.abs(x), 0), AXIS))
+
+    def in_turns(x: jax.Array) -> Any:
+        def turn(total: jax.Array, row: jax.Array) -> Any:
+            scale = largest(row[None])
+            return total + scale, row / (1 + scale)
+
+        return lax.scan(turn, jnp.zeros(x.shape[1:]), x)
+
+    return _marked_case(operands, [largest, in_turns][rng.integers(2)], num_pieces)
+
+
+def attention(rng: np.random.Generator) -> RuleCase:
+    """Return a case of attention over the positions of all devices."""
+    num_pieces, length, sequences, features = int(rng.choice([2, 3])), int(rng.integers(1, 4)), 2, 3
+    sizes: Shapes = (sequences, length * num_pieces, features), (sequences, length, features)
+    relations = [Split(1) if rng.random() < 0.8 else Same() for _ in range(3)]
+    ratio = Fraction(2) if rng.random() < 0.2 else Fraction(1)
+    relations[0] = Split(1, ratio=ratio, drawn=bool(rng.random() < 0.2))
+
+    def run(*heads: jax.Array) -> jax.Array:
+        query, key, value = heads
+        key, value = (lax.all_gather(x, AXIS, axis=1, tiled=True) for x in (key, value))
+        weights = jax.nn.softmax(jnp.einsum("btd,bsd->bts", query, key))
+        return jnp.einsum("bts,bsd->btd", weights, value)
+
+    operands = [Operand(relation, sizes) for relation in relations]
+    return _marked_case(operands, marked(ATTENTION, run), num_pieces)
+
+
+def numbers_of_positions(rng: np.random.Generator) -> RuleCase:
+    """Return a case of the numbers of a piece's positions."""
+    num_pieces, length = int(rng.choice([2, 3])), int(rng.integers(1, 4))
+
+    def run(x: jax.Array) -> jax.Array:
+        return lax.axis_index(AXIS) * x.shape[0] + jnp.arange(x.shape[0])
+
+    operands = [Operand(Split(0), ((length * num_pieces,), (length,)))]
+    return _marked_case(operands, marked(POSITIONS, run), num_pieces, bool(rng.random() < 0.8))
+
+
 def collective(function: Function, rng: np.random.Generator) -> RuleCase:
     """Return a case of a collective over the axis of the pieces."""
     num_pieces = int(rng.choice([2, 3]))
@@ -203,11 +332,16 @@ def _collectives(names: dict[str, Function]) -> dict[str, list[Any]]:
 
 
 CASES: dict[str, list[Callable[[np.random.Generator], RuleCase]]] = {
-    "jit": [functools.partial(called, jax.jit)],
+    "jit": [
+        functools.partial(called, jax.jit),
+        row_maximum,
+        attention,
+        numbers_of_positions,
+    ],
     "remat2": [functools.partial(called, jax.checkpoint)],
-    "custom_vjp_call": [custom_vjp, custom_vjp_with_symbolic_zeros],
+    "custom_vjp_call": [custom_vjp, custom_vjp_with_symbolic_zeros, weights_and_rows],
     "custom_jvp_call": [custom_jvp],
-    "custom_linear_solve": [linear_solve],
+    "custom_linear_solve": [linear_solve, solved_rows],
     **_collectives(
         {
             "psum": lambda x: lax.psum(x, AXIS),

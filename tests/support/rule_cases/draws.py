@@ -12,7 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.separability._relations import Known, Relation, Same, Split, is_drawn
+from shardopt.separability._relations import (
+    Known,
+    Relation,
+    Same,
+    Split,
+    Unrelated,
+    is_drawn,
+)
 from support.relation_meaning import Operand, RuleCase, violation
 
 BITS = np.uint32
@@ -122,9 +129,99 @@ def seeded(rng: np.random.Generator) -> RuleCase:
     return RuleCase([seeds], (function, function), num_pieces)
 
 
+MADE: list[Callable[[jax.Array], jax.Array]] = [
+    lambda key: key,
+    lambda key: jax.random.split(key)[0],
+    lambda key: jax.random.split(key)[1],
+    lambda key: jax.random.split(key, 3)[1],
+    lambda key: jax.random.split(key, (2, 2))[0, 1],
+    lambda key: jax.random.fold_in(key, 0),
+    lambda key: jax.random.fold_in(key, 1),
+    lambda key: jax.random.fold_in(key, jax.random.bits(jax.random.key(3)) % 2),
+]
+"""Ways to make a key of another one."""
+
+
+def _makers(rng: np.random.Generator) -> Callable[[jax.Array], jax.Array]:
+    """Return a way to make a key in up to two steps."""
+    first, second = (MADE[i] for i in rng.integers(0, len(MADE), 2))
+    return (lambda key: second(first(key))) if rng.random() < 0.7 else first
+
+
+def shared_numbers(
+    relations: Sequence[Relation], whole_results: Sequence[Any], pieces: Sequence[Any]
+) -> str | None:
+    """Return why two draws share numbers, of which one is for rows: (draws, draws, keys, keys)."""
+    if any(isinstance(relation, Unrelated) for relation in relations[:2]):
+        return None
+    if not any(isinstance(relation, Split) for relation in relations[:2]):
+        return None
+    for draws, other_draws, keys, other_keys in (whole_results, *pieces):
+        keys, other_keys = keys.reshape(-1, 2), other_keys.reshape(-1, 2)
+        if len(np.unique(keys, axis=0)) < len(keys):
+            return "turns share a key"
+        is_one_draw = len(keys) == 1 and draws.shape == other_draws.shape
+        if not is_one_draw and (keys[:, None] == other_keys[None]).all(-1).any():
+            return "two draws share a key"
+    return None
+
+
+def two_draws(rng: np.random.Generator) -> RuleCase:
+    """Return a case of two draws, with keys that are made of one."""
+    num_pieces, rows = int(rng.choice([2, 3])), int(rng.integers(2, 4))
+    makers, shapes = (_makers(rng), _makers(rng)), rng.integers(0, 3, 2)
+
+    def function(rows: int) -> Callable[[jax.Array], Any]:
+        def run(key_bits: jax.Array) -> Any:
+            keys = [maker(jax.random.wrap_key_data(key_bits)) for maker in makers]
+            sizes = [[(rows, FEATURES), (rows,), (FEATURES,)][i] for i in shapes]
+            draws = [jax.random.bits(key, size) for key, size in zip(keys, sizes, strict=True)]
+            return *draws, *map(jax.random.key_data, keys)
+
+        return run
+
+    return _of_keys(function, rows, num_pieces)
+
+
+def draws_in_turns(rng: np.random.Generator) -> RuleCase:
+    """Return a case of draws in turns, whose keys a carry passes on, and of a draw outside."""
+    num_pieces, rows = int(rng.choice([2, 3])), int(rng.integers(2, 4))
+    used, passed_on, outside = _makers(rng), _makers(rng), _makers(rng)
+    counts, draws_after = bool(rng.random() < 0.3), bool(rng.random() < 0.5)
+
+    def function(rows: int) -> Callable[[jax.Array], Any]:
+        def turn(key: jax.Array, i: jax.Array) -> Any:
+            own_key = jax.random.fold_in(key, i) if counts else used(key)
+            draws = jax.random.bits(own_key, (rows, FEATURES))
+            return passed_on(key), (draws, jax.random.key_data(own_key))
+
+        def run(key_bits: jax.Array) -> Any:
+            key = jax.random.wrap_key_data(key_bits)
+            last, (draws, keys) = jax.lax.scan(turn, key, jnp.arange(3))
+            other = outside(last if draws_after else key)
+            return draws, jax.random.bits(other, (rows,)), keys, jax.random.key_data(other)
+
+        return run
+
+    return _of_keys(function, rows, num_pieces)
+
+
+def _of_keys(
+    function: Callable[[int], Callable[[jax.Array], Any]], rows: int, num_pieces: int
+) -> RuleCase:
+    key = Operand(Same(drawn=True, keys=frozenset([(("key", 0),)])), ((2,), (2,)), BITS)
+    return RuleCase(
+        [key],
+        (function(rows * num_pieces), function(rows)),
+        num_pieces,
+        violation=lambda *_: None,
+        joint_violation=shared_numbers,
+    )
+
+
 CASES = {
-    "random_bits": [shared_key, keys_of_rows],
-    "random_split": [shared_key],
+    "random_bits": [shared_key, keys_of_rows, two_draws, draws_in_turns],
+    "random_split": [shared_key, two_draws],
     "random_wrap": [keys_of_rows],
     "random_unwrap": [folded],
     "random_fold_in": [folded],
