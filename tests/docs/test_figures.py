@@ -110,6 +110,9 @@ def test_ratios_of_times():
             f"{row['seconds without']:.2f} | {row['seconds with']:.2f}",
         )
         assert f"| {name} | {view} | {seconds} | {row['median_ratio']:.2f} |" in text
+    readme, *gpts = (row["share"] for row in results("proof_seconds")["losses"].values())
+    assert f"{readme:.3f} for the loss of the README" in text
+    assert "{:.3f} for gpt 64 x 2 and {:.3f} for gpt 256 x 8".format(*gpts) in text
 
     text = page("notes/peers.md")
 
