@@ -107,7 +107,8 @@ class Checkpoints:
             `datetime.timedelta(minutes=10)`, by the clock of process 0.
           keep: how many of the newest checkpoints to keep, at least 1; None for all.
           best: the name of a metric; the checkpoint with the best value is kept too. Checkpoints
-            without this metric, or with a NaN, do not count.
+            without this metric, or with a NaN, do not count. `fit` refuses a metric that the run
+            does not report.
           mode: "min" or "max": which value of the metric is best.
           resume: whether `fit` continues from the newest checkpoint in the folder. If False, `fit`
             refuses a folder with checkpoints. "new_chain" if the optax chain may be another one

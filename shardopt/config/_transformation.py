@@ -46,9 +46,17 @@ def call_update(
         del obj_fn, grad_fn
         return extra_args.value_fn(params)
 
-    keywords = {"value": extra_args.value, "grad": extra_args.grad, "value_fn": value_fn}
-    keywords |= {"obj_fn": extra_args.value_fn, "grad_fn": extra_args.grad_fn}
-    return tx.update(grads, opt_state, params, **_accepted_keywords(tx.update, keywords))
+    keywords = {**extra_args._asdict(), "value_fn": value_fn, "obj_fn": extra_args.value_fn}
+    try:
+        returned = tx.update(grads, opt_state, params, **_accepted_keywords(tx.update, keywords))
+    except NameError as error:  # of jax, for an axis that is not bound
+        error.add_note("Gradients are those of the global batch already: sum over no mesh axis.")
+        raise
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise TypeError(
+            f"update of the optimizer must return (updates, state), got {type(returned).__name__}."
+        )
+    return returned
 
 
 def _accepted_keywords(
@@ -65,13 +73,11 @@ class Unsupported(NamedTuple):
     """A transformation that needs more than the mean gradient and one copy of the parameters.
 
     Attributes:
-      name: its name in optax.
       state: the type of its state.
-      problem: a sentence: what it would need.
+      problem: a sentence: its name in optax, and what it would need.
       fix: what to use instead.
     """
 
-    name: str
     state: type
     problem: str
     fix: str
@@ -79,28 +85,23 @@ class Unsupported(NamedTuple):
 
 UNSUPPORTED = (
     Unsupported(
-        "optax.lookahead",
         optax.LookaheadState,
         "optax.lookahead steps two copies of the parameters, and there is but one here.",
-        "use so.local_sgd or so.diloco, whose outer step is that of lookahead, or the fast"
-        " optimizer alone.",
+        "use so.local_sgd or so.diloco, whose outer step is that of lookahead.",
     ),
     Unsupported(
-        "optax.contrib.dpsgd",
         optax.contrib.DifferentiallyPrivateAggregateState,
-        "optax.contrib.dpsgd clips the gradient of each example, and a strategy has the gradient of"
-        " the mean alone.",
-        "use it in your own loop with jax.vmap(jax.grad(loss_of_one_row), in_axes=(None, 0)), on one"
-        " device.",
+        "optax.contrib.dpsgd clips the gradient of each example, and a strategy has their mean.",
+        "use jax.vmap(jax.grad(loss_of_one_row), in_axes=(None, 0)) in your own loop.",
     ),
 )
 
 
 def refuse_unsupported(caller: str, opt_state: PyTree) -> None:
     """Refuse, by a ValueError, the state of an optimizer with one of `UNSUPPORTED` in it."""
-    for transformation in UNSUPPORTED:
-        if states_of(transformation.state, opt_state):
-            raise ValueError(format_error(caller, transformation.problem, fix=transformation.fix))
+    for state, problem, fix in UNSUPPORTED:
+        if states_of(state, opt_state):
+            raise ValueError(format_error(caller, problem, fix=fix))
 
 
 def check_updates(caller: str, params: PyTree, updates: PyTree) -> None:
@@ -128,16 +129,14 @@ def check_updates(caller: str, params: PyTree, updates: PyTree) -> None:
     wrong_updates = []
     pairs = zip(leaves_with_paths(params), jax.tree.leaves(updates), strict=True)
     for (path, param), update in pairs:
-        shape, is_complex = jnp.shape(update), jnp.iscomplexobj(update)
+        shape = jnp.shape(update)
         if shape != param.shape:
-            wrong_updates.append(
-                f"{path or 'the parameter'}: the update has shape {shape}, the parameter"
-                f" {param.shape}"
-            )
-        elif is_complex and not jnp.iscomplexobj(param):
-            wrong_updates.append(
-                f"{path or 'the parameter'}: the update is complex, the parameter {param.dtype}"
-            )
+            difference = f"has shape {shape}, the parameter {param.shape}"
+        elif jnp.iscomplexobj(update) and not jnp.iscomplexobj(param):
+            difference = f"is complex, the parameter {param.dtype}"
+        else:
+            continue
+        wrong_updates.append(f"{path or 'the parameter'}: the update {difference}")
     if wrong_updates:
         problem = (
             f"update of the optimizer returned {plural(len(wrong_updates), 'leaf')} that"

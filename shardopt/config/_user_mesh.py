@@ -163,14 +163,18 @@ def read_mesh(mesh: Mesh, names: Axes | None, *, pipelined: bool) -> tuple[Mesh,
 
     Raises:
       TypeError: if the mesh is not a `Mesh`, or the names are not `Axes`.
-      ValueError: if a name is used twice or is not an axis of the mesh. If the mesh has no axis for
-        data or, pipelined, for pipeline. If an axis above 1 has no role, or the axes of a role are
-        not next to each other.
+      ValueError: if a name is used twice or is not an axis of the mesh. If a name is not ASCII, or
+        has a backslash. If the mesh has no axis for data or, pipelined, for pipeline. If an axis
+        above 1 has no role, or the axes of a role are not next to each other.
     """
     if not isinstance(mesh, Mesh):
         raise type_error(
             f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Fix: use so.make_mesh()."
         )
+    # XLA reads names as escaped text, and ends the process on others
+    if unreadable_names := [name for name in mesh.axis_names if "\\" in ascii(name)]:
+        problem = f"XLA cannot read these names of mesh axes: {unreadable_names}."
+        raise value_error(problem, fix="use ASCII letters, digits and _.")
     axes = _axes_of_roles(mesh, Axes(mesh) if names is None else names)
     for role in ("data", "pipeline") if pipelined else ("data",):
         if role not in axes:

@@ -101,16 +101,14 @@ def best(rule: EarlyStopping | None, state: StoppingState) -> dict[str, float] |
     return {"step": state.best_step, rule.metric: state.best}
 
 
-def check_metric(rule: EarlyStopping | None, known: Collection[str] = "fit") -> None:
-    """Raise an error if the run does not report the metric of the rule.
+def check_metric(watcher: str, metric: str | None, known: Collection[str]) -> None:
+    """Raise an error if the run does not report the metric that is watched.
 
     Raises:
-      ValueError: if `rule.metric` is not in `known`.
+      ValueError: if `metric` is not in `known`.
     """
-    if rule is not None and rule.metric not in known:
-        problem = (
-            f"early_stopping watches {rule.metric!r}, which is not among the metrics of this run:"
-        )
+    if metric is not None and metric not in known:
+        problem = f"{watcher} watches {metric!r}, which is not among the metrics of this run:"
         fix = "watch one of these, or return it from evaluate, every few steps."
         raise value_error(problem, sorted(known), fix)
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, error_text, format_error, value_error
+from shardopt.core._errors import calling, error_text, format_error, type_error, value_error
 from shardopt.core._extras import require
 
 if TYPE_CHECKING:
@@ -301,6 +301,7 @@ def next_token(batch: Mapping[str, ArrayLike]) -> dict[str, ArrayLike]:
       batch: a dict with "tokens" [..., T + 1]; other entries stay unchanged.
 
     Raises:
+      TypeError: if the tokens are not integers.
       ValueError: if the batch already has targets, has no tokens, or has a single token. If a numpy
         array has a negative token.
 
@@ -317,6 +318,8 @@ def next_token(batch: Mapping[str, ArrayLike]) -> dict[str, ArrayLike]:
             f" {shapes or 'nothing'}."
         )
         raise value_error(problem)
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise type_error(f"tokens must be integers, got {tokens.dtype}.")
     if isinstance(tokens, np.ndarray) and tokens.min(initial=0) < 0:
         raise value_error(f"tokens must be ids from 0 on, got {tokens.min()}.")
     return {**batch, "tokens": tokens[..., :-1], "targets": tokens[..., 1:]}
@@ -343,7 +346,7 @@ def decode(tokens: ArrayLike) -> str:
       'hé'
     """
     values = np.asarray(tokens)
-    if not ((values >= 0) & (values < 256)).all():
+    if not np.isin(values, np.arange(256)).all():
         problem = f"tokens must be bytes, got {values.min()} to {values.max()}."
         raise ValueError(
             format_error("data.decode", problem, fix="use the tokenizer of the model.")

@@ -47,10 +47,10 @@ def pack(
     Raises:
       ModuleNotFoundError: if grain is not installed.
       TypeError: if `length` or `open_rows` is not an integer. Later, while rows are read, if a
-        document does not hold integers.
+        document does not hold integers, or its weights are not real numbers.
       ValueError: if `length` or `open_rows` is below 1. Later, if a document is not 1-D, or has a
         token that is negative or beyond int32. If it has another number of weights than of tokens,
-        or a weight that is negative, infinite or NaN.
+        or a weight that is negative, infinite in float32 or NaN. If it has other keys.
 
     Example:
       >>> row = next(iter(pack([[5, 6, 7], [8, 9]], 6)))
@@ -122,7 +122,12 @@ def _cut_document(document: ArrayLike | Mapping[str, ArrayLike], length: int) ->
     """Cut a document into pieces of at most `length` tokens, each with its targets and their
     weights.
     """
-    tokens = np.asarray(document["tokens"] if isinstance(document, Mapping) else document)
+    if not isinstance(document, Mapping):
+        document = {"tokens": document, "weights": np.ones(np.shape(document))}
+    if set(document) != {"tokens", "weights"}:
+        problem = f'a document has "tokens" and "weights" alone; got {sorted(document)}.'
+        raise ValueError(format_error("data.pack", problem, fix="give 0 to tokens without a loss."))
+    tokens, weights = np.asarray(document["tokens"]), np.asarray(document["weights"])
     if not tokens.size:
         return []
     if tokens.dtype.kind not in "iu":
@@ -134,15 +139,14 @@ def _cut_document(document: ArrayLike | Mapping[str, ArrayLike], length: int) ->
         )
     if tokens.max() > np.iinfo(np.int32).max:
         raise ValueError(f"data.pack: a token must fit into int32; got {tokens.max()}.")
-    weights = np.ones(len(tokens))
-    if isinstance(document, Mapping):
-        weights = np.asarray(document["weights"])
     if weights.shape != tokens.shape:
         problem = (
             f"a document has tokens of shape {tokens.shape} and weights of shape {weights.shape}."
         )
         raise ValueError(format_error("data.pack", problem, fix="give one weight for each token."))
-    if not (np.isfinite(weights) & (weights >= 0)).all():
+    if weights.dtype.kind not in "biuf":
+        raise TypeError(f"data.pack: weights must be real numbers, got {weights.dtype}.")
+    if not ((weights >= 0) & (weights <= np.finfo(np.float32).max)).all():
         problem = "a document has weights that are negative, infinite or NaN."
         raise ValueError(format_error("data.pack", problem, fix="give 0 to tokens without a loss."))
     whole = {

@@ -136,6 +136,8 @@ def read_inputs(caller: str, batch: PyTree) -> Inputs:
         )
     tokens, integers = jax.tree.map(as_int32, (tokens, integers))
     weights = leaves.get("weights")
+    if weights is not None and jnp.iscomplexobj(weights):
+        raise TypeError(f"{caller}: weights of the batch must be real, got {weights.dtype}.")
     if has_targets:
         targets = integers["targets"]
         is_counted = targets != IGNORED

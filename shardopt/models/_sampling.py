@@ -8,11 +8,13 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from shardopt.core._errors import format_error, plural
+from shardopt.core._arguments import check_integer, check_is_number
+from shardopt.core._errors import calling, format_error, plural
 from shardopt.models import decoder
 from shardopt.models._decoder_block import KVCache, apply_cached_block
 from shardopt.models._decoder_config import DecoderConfig
 from shardopt.models._inputs import Inputs, Params, Tokens, check_ids
+from shardopt.nn._ids import as_int32, integers
 
 
 def sample(
@@ -37,11 +39,12 @@ def sample(
       top_k: draw only from this many likeliest tokens; None draws from all.
 
     Returns:
-      Token ids [B, T + num_tokens], the prompt first.
+      Token ids [B, T + num_tokens], the prompt first. Where logits are NaN, tokens of -1 follow.
 
     Raises:
+      TypeError: if the prompt or a number of tokens is not of integers, or temperature is no number.
       ValueError: if the prompt is empty or has an id that the model does not have. If the result is
-        longer than `config.max_length`, num_tokens or temperature is negative, or top_k is not
+        longer than `config.max_length` or the table of positions, num_tokens or temperature is negative, or top_k is not
         between 1 and the vocabulary's size.
 
     Example:
@@ -52,13 +55,15 @@ def sample(
       >>> sample(params, config, jnp.array([[72, 105]]), jax.random.key(1), num_tokens=3).shape
       (1, 5)
     """
-    sizes = {"vocab_size": config.vocab_size, "max_length": config.max_length}
+    prompt = integers("sample", "tokens of the prompt", prompt)
+    if prompt.ndim != 2:
+        raise ValueError(f"sample: the prompt must be [B, T], got shape {prompt.shape}.")
+    max_length = min(config.max_length, config.positions or config.max_length)
+    sizes = {"vocab_size": config.vocab_size, "max_length": max_length}
     check_sampling(prompt.shape[1], num_tokens, temperature, top_k, **sizes)
     if not isinstance(prompt, Tracer):
         check_ids("sample", {"tokens": np.asarray(prompt)}, config.vocab_size)
-    return _sample(
-        params, config, jnp.asarray(prompt, jnp.int32), rng, num_tokens, temperature, top_k
-    )
+    return _sample(params, config, as_int32(prompt), rng, num_tokens, temperature, top_k)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "num_tokens", "temperature", "top_k"))
@@ -144,13 +149,19 @@ def check_sampling(
     """Refuse arguments that cannot be used.
 
     Raises:
+      TypeError: if a number has another type.
       ValueError: if the prompt is empty, the result is longer than `max_length`, num_tokens or
         temperature is negative, or top_k is not between 1 and `vocab_size`.
     """
+    with calling("sample"):
+        check_integer("num_tokens", num_tokens)
+        check_is_number("temperature", temperature)
+        if top_k is not None:
+            check_integer("top_k", top_k)
     rules = [
         (prompt_length < 1, "prompt must hold at least one token a row"),
         (num_tokens < 0, f"num_tokens must not be negative, got {num_tokens}"),
-        (temperature < 0, f"temperature must not be negative, got {temperature}"),
+        (not temperature >= 0, f"temperature must not be negative, got {temperature}"),
         (
             top_k is not None and not 1 <= top_k <= vocab_size,
             f"top_k must be in 1 to {vocab_size}, got {top_k}",
@@ -171,11 +182,13 @@ def draw(
 ) -> Int[Array, " B"]:
     """Return one token per row, drawn from the `top_k` likeliest.
 
-    With temperature 0 the likeliest.
+    With temperature 0 the likeliest. -1 where logits are NaN.
     """
+    is_nan = jnp.isnan(logits).any(axis=-1)
     if temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return jnp.where(is_nan, -1, jnp.argmax(logits, axis=-1).astype(jnp.int32))
     if top_k is not None:
         threshold = jax.lax.top_k(logits, top_k)[0][:, -1:]
         logits = jnp.where(logits < threshold, -jnp.inf, logits)
-    return jax.random.categorical(rng, logits / temperature).astype(jnp.int32)
+    tokens = jax.random.categorical(rng, logits / temperature).astype(jnp.int32)
+    return jnp.where(is_nan, -1, tokens)

@@ -14,12 +14,13 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from shardopt.collectives._per_device import TENSOR
-from shardopt.core._arguments import check_count
+from shardopt.core._arguments import check_count, check_number
 from shardopt.core._errors import calling, format_error, value_error
 from shardopt.core._types import wide_dtype
 from shardopt.kernels._devices import is_local
@@ -34,6 +35,7 @@ from shardopt.mesh import (
     not_manual_axes,
 )
 from shardopt.nn._exchange import Attention, exchanged_attention, gathered_attention
+from shardopt.nn._ids import as_int32, integers
 from shardopt.nn._order import CONTEXT
 from shardopt.nn._ring import Ring, ring_attention, ring_of
 from shardopt.trace._marks import ATTENTION, marked
@@ -98,7 +100,7 @@ def attention(
     Raises:
       TypeError: if positions or segment ids are not integers.
       ValueError: if shapes do not fit: H is no multiple of G, V is above K, or sinks, positions
-        or segment ids have another shape.
+        or segment ids have another shape. If positions or segment ids of the host are beyond int32.
       ValueError: if the mesh does not fit: a tensor axis does not divide G, or for "all_to_all" G
         (of one tensor shard) and C have no common divisor.
       ValueError: if an option is out of range or unknown, or does not go with another: `window`
@@ -181,12 +183,11 @@ def attention(
             implementation, "splash", "cudnn", problem=problem, fix="give rows in natural order"
         )
     scale = None if scale is None else float(scale)  # one of numpy would widen the queries
-    if segment_ids is not None:
-        fix = "give the segment of each position, [B, T]."
-        _check_integers("segment_ids", segment_ids, query, [query.shape[:2]], fix)
-    rule, marks = (
-        MaskRule(causal, window, softcap, scale),
-        Marks(_as_rows(positions, query), segment_ids),
+    rule = MaskRule(causal, window, softcap, scale)
+    rows = {"[B, T]": query.shape[:2]}
+    marks = Marks(
+        _as_rows("positions", positions, {"[T]": query.shape[1:2], **rows}),
+        _as_rows("segment_ids", segment_ids, rows),
     )
     if is_analysed():
         return marked(ATTENTION, functools.partial(_plain_attention, rule=rule))(
@@ -373,26 +374,18 @@ def _refuse_kernel(
         raise ValueError(format_error("attention", f"{implementation} {problem}.", fix=fix))
 
 
-def _check_integers(
-    name: str, array: Array, query: Array, shapes: list[tuple[int, ...]], fix: str
-) -> None:
-    """Refuse an array that does not hold integers, or has none of the shapes."""
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"attention: {name} must be integers, got {array.dtype}.")
-    if array.shape not in shapes:
-        problem = f"{name} have shape {array.shape}, for queries {query.shape}."
-        raise ValueError(format_error("attention", problem, fix=fix))
+def _as_rows(name: str, ids: Array | None, shapes: dict[str, tuple[int, ...]]) -> Array | None:
+    """Return positions or segment ids as [1 or B, T], int32.
 
-
-def _as_rows(positions: Array | None, query: Array) -> Array | None:
-    """Return positions as [1 or B, T]."""
-    if positions is None:
+    An integer of the host that does not fit is refused: the nearest one would be another place.
+    """
+    if ids is None:
         return None
-    positions = jnp.asarray(positions)
-    B, T = query.shape[:2]
-    fix = f"give [T] = ({T},) or [B, T] = ({B}, {T})."
-    _check_integers("positions", positions, query, [(T,), (B, T)], fix)
-    return positions.reshape(-1, T).astype(jnp.int32)
+    array = integers("attention", name, ids, shapes)
+    if isinstance(array, np.ndarray) and (array.astype(np.int32) != array).any():
+        limits = f"{array.min()} to {array.max()}"
+        raise ValueError(f"attention: {name} must fit into int32, got {limits}.")
+    return as_int32(array).reshape(-1, array.shape[-1])
 
 
 def _plain_attention(
@@ -486,8 +479,17 @@ def _check(
     implementation: str | None,
     method: str | None,
 ) -> None:
+    are_4d = query.ndim == key.ndim == value.ndim == 4
+    widths_and_rows = [(x.shape[-1:], x.shape[:2]) for x in (query, key)]
+    if not are_4d or len({*widths_and_rows}) > 1 or key.shape[:3] != value.shape[:3]:
+        problem = f"query has shape {query.shape}, key {key.shape}, value {value.shape}."
+        fix = (
+            "give [B, T, H, K], [B, T, G, K] and [B, T, G, V]. For keys of other positions, call"
+            " jax.nn.dot_product_attention."
+        )
+        raise value_error(problem, fix=fix)
     H, G = query.shape[2], key.shape[2]
-    key_width, value_width = query.shape[3], value.shape[3]
+    K, value_width = query.shape[3], value.shape[3]
     if window is not None:
         check_count("window", window, minimum=1)
     rules = [
@@ -497,8 +499,8 @@ def _check(
             "give keys and values a number of heads that divides it.",
         ),
         (
-            value_width > key_width,
-            f"values are {value_width} wide, wider than the {key_width} of queries and keys.",
+            value_width > K,
+            f"values are {value_width} wide, wider than the {K} of queries and keys.",
             "pad queries and keys with zeros, and give `scale`.",
         ),
         (
@@ -526,10 +528,8 @@ def _check(
 def _check_scores(
     query: Array, softcap: float | None, sinks: Array | None, implementation: Implementation | None
 ) -> None:
-    if softcap is not None and not softcap > 0:
-        raise value_error(
-            f"softcap must be above 0, got {softcap}.", fix="None does not cap scores."
-        )
+    if softcap is not None:
+        check_number("softcap", softcap, positive=True)
     if sinks is not None and sinks.shape != query.shape[2:3]:
         raise value_error(f"sinks have shape {sinks.shape}.", fix=f"give [H] = {query.shape[2:3]}.")
     if softcap is not None or sinks is not None:

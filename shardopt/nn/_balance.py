@@ -48,10 +48,7 @@ def load_balancing_loss(
       Fedus, Zoph, Shazeer, "Switch Transformers", 2021, equation 4; DeepSeek-AI, "DeepSeek-V3",
       2024, equation 17.
     """
-    if load.shape != probability.shape:
-        raise ValueError(
-            f"load_balancing_loss: load has shape {load.shape}, probability {probability.shape}."
-        )
+    _check_same_shape("load_balancing_loss", probability=probability, load=load)
     wide = wide_dtype(probability.dtype)
     return load.shape[-1] * jnp.sum(load.astype(wide) * probability.astype(wide), axis=-1)
 
@@ -69,6 +66,9 @@ def update_router_bias(
 
     Returns:
       [..., E], in the dtype of bias.
+
+    Raises:
+      ValueError: if the two differ in shape.
 
     Example:
       >>> import jax.numpy as jnp, shardopt as so
@@ -91,4 +91,12 @@ def update_router_bias(
       Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024,
       algorithm 1; DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1.2.
     """
+    _check_same_shape("update_router_bias", bias=bias, load=load)
     return bias + rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load).astype(bias.dtype)
+
+
+def _check_same_shape(caller: str, **arrays: Array) -> None:
+    shapes = {name: array.shape for name, array in arrays.items()}
+    if len(set(shapes.values())) > 1:
+        listed = ", ".join(f"{name} has shape {shape}" for name, shape in shapes.items())
+        raise ValueError(f"{caller}: {listed}.")

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, format_error
+from shardopt.core._arguments import check_count, check_number
+from shardopt.core._errors import calling, format_error, type_error
 from shardopt.core._types import wide_dtype
 from shardopt.kernels._flash import capped
 from shardopt.mesh import is_analysed
-from shardopt.nn._ids import IGNORED, as_int32
+from shardopt.nn._ids import IGNORED, as_int32, integers
 
 
 def cross_entropy(
@@ -43,8 +43,8 @@ def cross_entropy(
       gradient of NaN, for any other target that is not in 0, ..., V - 1.
 
     Raises:
-      TypeError: if chunk or the targets are not integers.
-      ValueError: if chunk is below 1, or the targets do not have the shape [B, T] of x.
+      TypeError: if chunk or the targets are not integers, or logits_dtype is not floating.
+      ValueError: if chunk is below 1, softcap is not positive, or shapes do not fit.
 
     Example:
       >>> import jax.numpy as jnp
@@ -68,16 +68,19 @@ def cross_entropy(
     References:
       Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, for why.
     """
-    if chunk is not None:
-        with calling("cross_entropy"):
+    with calling("cross_entropy"):
+        if chunk is not None:
             check_count("chunk", chunk, minimum=1)
-    if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise TypeError(f"cross_entropy: targets must be integers, got {targets.dtype}.")
-    if targets.shape != x.shape[:-1]:
-        problem = f"targets have shape {targets.shape}, for x of shape {x.shape}."
-        fix = "give x as [B, T, D], and a target for each of its positions."
-        raise ValueError(format_error("cross_entropy", problem, fix=fix))
-    targets = as_int32(targets)
+        if softcap is not None:
+            check_number("softcap", softcap, positive=True)
+        if logits_dtype is not None and not jnp.issubdtype(logits_dtype, jnp.floating):
+            raise type_error(f"logits_dtype must be floating, got {logits_dtype}.")
+    if x.ndim != 3 or x.shape[2:] != head.shape[1:]:
+        problem = f"x has shape {x.shape}, the head {head.shape}."
+        raise ValueError(
+            format_error("cross_entropy", problem, fix="give x [B, T, D] and head [V, D].")
+        )
+    targets = as_int32(integers("cross_entropy", "targets", targets, {"[B, T]": x.shape[:2]}))
     T = x.shape[1]
     if chunk is None or chunk >= T or is_analysed():
         return _nats(x, head, targets, logits_dtype, softcap)

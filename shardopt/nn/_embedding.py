@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
@@ -28,7 +27,7 @@ from shardopt.collectives._column_table import ColumnTable
 from shardopt.core._types import wide_dtype
 from shardopt.kernels._devices import is_local
 from shardopt.mesh import device_kind, is_analysed, mesh_under_trace, spec_axes
-from shardopt.nn._ids import as_int32
+from shardopt.nn._ids import as_int32, integers
 from shardopt.trace._marks import LOOKED_UP
 
 _TILE = 128
@@ -48,7 +47,7 @@ def embedding(
       [*ids.shape, D] in the dtype of the table; it has the `checkpoint_name` "embedding".
 
     Raises:
-      TypeError: if the ids are not integers.
+      TypeError: if the ids are not integers, or the table holds integers, which have no NaN.
 
     Example:
       >>> import jax.numpy as jnp, shardopt as so
@@ -74,10 +73,10 @@ def embedding(
     So it exchanges rows if R is below about V. If tensor shards V, the partitioner decides how the
     look-up communicates over tensor.
     """
-    id_array = ids if isinstance(ids, jax.Array) else np.asarray(ids)
-    if not jnp.issubdtype(id_array.dtype, jnp.integer):
-        raise TypeError(f"embedding: ids must be integers, got {id_array.dtype}.")
-    ids = as_int32(id_array)
+    dtype = (table.shard if isinstance(table, ColumnTable) else table).dtype
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(f"embedding: the table must hold floating numbers, got {dtype}.")
+    ids = as_int32(integers("embedding", "ids", ids))
     # jnp.take counts negative ids from the end
     ids = jnp.where(ids < 0, jnp.iinfo(ids.dtype).max, ids)
     if not isinstance(table, ColumnTable):

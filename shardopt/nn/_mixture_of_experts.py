@@ -409,7 +409,7 @@ def _check_arrays(
     shared: Weights | None,
     biases: tuple[Array | None, ...],
 ) -> None:
-    if x.ndim != 3 or router.ndim != 2 or router.shape[0] != x.shape[2]:
+    if x.ndim != 3 or not x.size or router.ndim != 2 or router.shape[0] != x.shape[2]:
         problem = f"x has shape {x.shape}, the router {router.shape}."
         raise value_error(problem, fix="give x [B, T, D] and router [D, E].")
     E = router.shape[1]

@@ -172,9 +172,8 @@ class Callbacks:
                 )
             metrics |= {name: float(value) for name, value in results.items()}
         with calling(self.caller):
-            stopping.check_metric(self.early_stopping, metrics)
-        self.stopping_state = stopping.update(
-            self.early_stopping, self.stopping_state, version, metrics
-        )
+            rule = self.early_stopping
+            stopping.check_metric("early_stopping", rule and rule.metric, metrics)
+        self.stopping_state = stopping.update(rule, self.stopping_state, version, metrics)
         self.evaluations.append({"step": version, **metrics})
         self._last_metrics = metrics

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sized
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from shardopt.config._check import check_evaluate_fn
@@ -74,6 +73,7 @@ def evaluation(
       the end, in double precision. So every token counts the same, however the tokens are batched.
     - `so.losses.Sum` adds up; `so.losses.Max` and `so.losses.Min` take the largest and the smallest
       value.
+    - A metric that is an array is a list of numbers.
 
     **Equivalence**: equal to one device on the complete set at once, up to summation order, if the
     loss is a (weighted) mean over rows. Any other loss is the mean over batches, by rows: if it is
@@ -143,7 +143,7 @@ class Evaluation:
             raise ValueError(format_error("evaluation", problem, fix="pass at least one batch."))
         # if the weights sum to zero, the metric is NaN
         with np.errstate(invalid="ignore", divide="ignore"):
-            return {self.prefix + name: value_of(metric).item() for name, metric in sums.items()}
+            return {self.prefix + name: value_of(metric).tolist() for name, metric in sums.items()}
 
     def _warn_of_mixing(self, state: TrainState, batch: PyTree) -> None:
         """Warn once if the mean over batches may not be the loss of the set."""
@@ -196,7 +196,10 @@ def call_evaluate(
         raise TypeError(format_error("fit", problem, fix='return {"val_loss": ...}.'))
     values = jax.device_get(dict(returned))
     if not_numbers := [
-        f"{name!r}: {value!r:.80}" for name, value in values.items() if not _is_number(value)
+        f"{name!r}: {value!r:.80}"
+        for name, value in values.items()
+        # complex numbers, objects, text and times
+        if np.shape(value) or np.asarray(value).dtype.kind in "cOSUMm"
     ]:
         problem = "evaluate must return a dict of numbers."
         raise TypeError(format_error("fit", problem, not_numbers, "reduce each to one number."))
@@ -207,8 +210,3 @@ def call_evaluate(
         fix = f"give it another name, such as {f'val_{clashing_names[0]}'!r}."
         raise value_error(problem, fix=fix)
     return {name: float(values[name]) for name in returned}
-
-
-def _is_number(value: object) -> bool:
-    array = np.asarray(value)
-    return array.shape == () and (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == bool)

@@ -215,13 +215,17 @@ class FitRun:
 
     def observe(self, metrics: dict[str, float]) -> None:
         """Let early stopping see the metrics that are due."""
-        arguments, rule = self.arguments, self.arguments.early_stopping
+        arguments = self.arguments
+        rule, checkpoints = arguments.early_stopping, arguments.checkpoints
         if self.due.evaluate or not arguments.evaluates_on_schedule:
-            check_metric(rule, known=metrics | self.evaluation_metrics)
-        seen_metrics = metrics if self.due.log else {}
-        if self.due.scheduled:
-            seen_metrics = seen_metrics | self.evaluation_metrics
-        self.stopping_state = update(rule, self.stopping_state, self.step, seen_metrics)
+            known = metrics | self.evaluation_metrics
+            check_metric("early_stopping", rule and rule.metric, known)
+            check_metric("best of so.Checkpoints", checkpoints and checkpoints.best, known)
+        training_metrics = metrics if self.due.log else {}
+        evaluation_metrics = self.evaluation_metrics if self.due.scheduled else {}
+        self.stopping_state = update(
+            rule, self.stopping_state, self.step, training_metrics | evaluation_metrics
+        )
 
     def agree(self) -> None:
         """Agree with all processes whether to stop, if that is due."""

@@ -109,7 +109,7 @@ SPECIAL = {
 }
 REFUSED = {
     "lookahead": "optax.lookahead steps two copies of the parameters, and there is but one here.",
-    "dpsgd": "optax.contrib.dpsgd clips the gradient of each example, and a strategy has the gradient",
+    "dpsgd": "optax.contrib.dpsgd clips the gradient of each example, and a strategy has their mean",
     "differentially_private_aggregate": "optax.contrib.dpsgd clips the gradient of each example",
 }
 
@@ -282,6 +282,28 @@ def test_updates_that_are_not_of_the_parameters_are_refused_when_traced(kind, st
     assert str(error.value).startswith(f"{opt.config.strategy}: update of the optimizer returned")
 
 
+@pytest.mark.parametrize(
+    "result", [lambda u, s: u, lambda u, s: (u, s, 1), lambda u, s: {"updates": u, "state": s}]
+)
+def test_an_update_that_returns_no_pair_is_refused_when_traced(result, mesh_of):
+    tx = optax.GradientTransformation(
+        lambda _: (), lambda updates, state, _: result(updates, state)
+    )
+    opt = so.ddp(tx, mesh_of(data=4), loss_fn)
+    with pytest.raises(TypeError, match=r"^update of the optimizer must return \(updates, state\)"):
+        opt.step.lower(opt.abstract_state(PARAMS), BATCHES[0])
+
+
+@pytest.mark.parametrize("collective", [jax.lax.pmean, jax.lax.psum, jax.lax.all_gather])
+def test_an_optimizer_that_sums_over_devices_is_told_that_gradients_are_summed(collective, mesh_of):
+    opt = so.ddp(changed(lambda updates, _: collective(updates, "data")), mesh_of(data=4), loss_fn)
+    with pytest.raises(NameError, match="axis name") as error:
+        opt.step.lower(opt.abstract_state(PARAMS), BATCHES[0])
+    assert error.value.__notes__ == [
+        "Gradients are those of the global batch already: sum over no mesh axis."
+    ]
+
+
 def test_the_outer_optimizer_of_replicas_is_checked_too(mesh_of):
     inner = so.ddp(optax.sgd(0.1), mesh_of(replica=2, data=2), loss_fn)
     outer = optax.stateless(lambda updates, _: jax.tree.map(lambda x: x.mean(), updates))
@@ -299,7 +321,7 @@ def test_an_update_of_another_real_dtype_is_cast(mesh_of):
 
 
 def test_the_documents_name_what_is_refused():
-    assert {transformation.name for transformation in UNSUPPORTED} == {
+    assert {transformation.problem.split()[0] for transformation in UNSUPPORTED} == {
         "optax.lookahead",
         "optax.contrib.dpsgd",
     }

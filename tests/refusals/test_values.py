@@ -2,6 +2,7 @@
 number. docs/values.md has the table.
 """
 
+import inspect
 import re
 
 import jax
@@ -14,7 +15,7 @@ from support.tiers import tiered
 
 import shardopt as so
 from shardopt import data
-from shardopt.models import decoder, gpt, moe
+from shardopt.models import _sampling, decoder, gpt, moe
 from shardopt.models.decoder import DecoderConfig
 
 V = 16
@@ -244,10 +245,31 @@ def test_a_prompt_that_the_model_cannot_read_is_refused(name, token):
             lambda: data.next_token({"tokens": np.array([1, -100])}),
             "data.next_token: tokens must be ids from 0 on, got -100.",
         ),
+        (lambda: data.decode([72.5]), "data.decode: tokens must be bytes, got 72.5 to 72.5."),
+        (
+            lambda: data.next_token({"tokens": jnp.ones((1, 3))}),
+            "data.next_token: tokens must be integers, got float32.",
+        ),
+        (
+            lambda: list(data.pack([{"tokens": [1, 2, 3], "weights": [1, 1e39, 1]}], 4)),
+            "data.pack: a document has weights that are negative, infinite or NaN.",
+        ),
+        (
+            lambda: list(data.pack([{"tokens": [1, 2], "weights": [1j, 1]}], 4)),
+            "data.pack: weights must be real numbers, got complex128.",
+        ),
+        (
+            lambda: list(data.pack([{"tokens": [1, 2], "weights": ["1", "1"]}], 4)),
+            "data.pack: weights must be real numbers, got <U1.",
+        ),
+        (
+            lambda: list(data.pack([{"tokens": [1, 2], "labels": [1, 2]}], 4)),
+            "data.pack: a document has \"tokens\" and \"weights\" alone; got ['labels', 'tokens'].",
+        ),
     ],
 )
 def test_data_refuses_what_no_model_reads(call, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
         call()
 
 
@@ -299,3 +321,101 @@ def test_values_of_another_shape_than_their_positions_are_refused(shape):
     query = jnp.ones((1, 6, 2, 4))
     with pytest.raises(ValueError, match=r"^attention: segment_ids have shape .*\nFix: "):
         so.nn.attention(query, query, query, segment_ids=ids)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ((1, 6, 2, 4), (1, 6, 1, 4)),  # one head of values for two of keys
+        ((1, 6, 2, 1), (1, 6, 2, 1)),
+        ((1, 1, 2, 4), (1, 1, 2, 4)),
+        ((1, 3, 2, 4), (1, 3, 2, 4)),
+        ((2, 6, 2, 4), (2, 6, 2, 4)),
+        ((6, 2, 4), (6, 2, 4)),
+    ],
+)
+def test_attention_refuses_arrays_that_einsum_would_broadcast(key, value):
+    with pytest.raises(ValueError, match=r"^attention: query has shape .*\nFix: give "):
+        so.nn.attention(jnp.ones((1, 6, 2, 4)), jnp.ones(key), jnp.ones(value))
+
+
+@pytest.mark.parametrize("name", ["positions", "segment_ids"])
+@pytest.mark.parametrize("value", [2**31, 2**32, -(2**32), 2**40])
+def test_attention_refuses_places_of_the_host_beyond_32_bits(name, value):
+    x, ids = jnp.ones((1, 6, 2, 4)), np.arange(6)[None] + np.where(np.arange(6) < 3, 0, value)
+    with pytest.raises(ValueError, match=f"^attention: {name} must fit into int32, got "):
+        so.nn.attention(x, x, x, **{name: ids})
+
+
+@pytest.mark.parametrize("shape", [(V, 1), (V, 4), (8,), (V, 8, 1)])
+def test_cross_entropy_refuses_a_head_of_another_width(shape):
+    with pytest.raises(
+        ValueError, match=r"^cross_entropy: x has shape .*\nFix: give x \[B, T, D\]"
+    ):
+        so.nn.cross_entropy(X, jnp.ones(shape), np.ones((1, 6), np.int32))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"softcap": 0.0}, "softcap must be finite, above 0; got 0.0."),
+        ({"softcap": -5.0}, "softcap must be finite, above 0; got -5.0."),
+        ({"softcap": float("nan")}, "softcap must be finite, above 0; got nan."),
+        ({"logits_dtype": jnp.int8}, "logits_dtype must be floating, got "),
+        ({"logits_dtype": jnp.complex64}, "logits_dtype must be floating, got "),
+        ({"logits_dtype": bool}, "logits_dtype must be floating, got "),
+    ],
+)
+def test_cross_entropy_refuses_options_without_a_meaning(options, message):
+    with pytest.raises((TypeError, ValueError), match=f"^cross_entropy: {message}"):
+        so.nn.cross_entropy(X, HEAD, np.ones((1, 6), np.int32), **options)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.int8, jnp.uint8, bool])
+def test_a_table_that_has_no_nan_is_refused(dtype):
+    with pytest.raises(TypeError, match=r"^embedding: the table must hold floating numbers, got "):
+        so.nn.embedding(jnp.ones((V, 2), dtype), np.array([1, V]))
+
+
+@pytest.mark.parametrize("shape", [(1,), (4, 1), (2, 4)])
+def test_loads_of_another_shape_than_their_biases_are_refused(shape):
+    with pytest.raises(ValueError, match=r"^update_router_bias: bias has shape \(4,\), load "):
+        so.nn.update_router_bias(jnp.zeros(4), jnp.ones(shape), 0.1)
+
+
+def test_weights_that_are_complex_are_refused():
+    batch = {"tokens": TOKENS[:, :-1], "weights": np.ones((4, 7), np.complex64)}
+    with pytest.raises(TypeError, match=r"^decoder: weights of the batch must be real, got "):
+        loss_of("decoder", batch)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        (np.array([[1.7, 2.2]]), {}, "tokens of the prompt must be integers, got float64"),
+        (jnp.ones((1, 2)), {}, "tokens of the prompt must be integers, got float32"),
+        (np.ones((1, 2), bool), {}, "tokens of the prompt must be integers, got bool"),
+        (np.array([1, 2]), {}, r"the prompt must be \[B, T\], got shape \(2,\)"),
+        (TOKENS[None], {}, r"the prompt must be \[B, T\], got shape \(1, 4, 9\)"),
+        (TOKENS[:, :2], {"temperature": float("nan")}, ".*\n  temperature must not be negative"),
+        (TOKENS[:, :2], {"temperature": "1"}, "temperature must be a number"),
+        (TOKENS[:, :2], {"top_k": 2.5}, "top_k must be an integer"),
+        (TOKENS[:, :2], {"num_tokens": 2.0}, "num_tokens must be an integer"),
+        (TOKENS[:, :2], {"num_tokens": 7}, r".*\n  2 \+ 7 tokens are more than max_length=8"),
+    ],
+)
+def test_a_prompt_or_a_number_without_a_meaning_is_refused(prompt, options, message, monkeypatch):
+    _, config = CONFIGS["decoder"]
+    # without the type checks of these tests
+    monkeypatch.setattr(_sampling, "check_sampling", inspect.unwrap(_sampling.check_sampling))
+    sample = inspect.unwrap(so.models.sample)
+    with pytest.raises((TypeError, ValueError), match=f"^sample: {message}"):
+        sample({}, config, prompt, jax.random.key(0), **{"num_tokens": 1, **options})
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 3}])
+def test_no_token_follows_logits_that_are_nan(options):
+    logits = jnp.ones((3, V)).at[1, 4].set(jnp.nan)
+    options = {"temperature": 1.0, "top_k": None, **options}
+    tokens = _sampling.draw(logits, jax.random.key(0), **options)
+    np.testing.assert_array_equal(tokens == -1, [False, True, False])

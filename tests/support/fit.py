@@ -100,6 +100,7 @@ def memory():
             due=lambda step: step % every == 0,
             due_in_memory=lambda step: False,
             memory_every=None,
+            best=None,
             save=save,
             wait=wait,
             latest=lambda: max(disk, default=None),

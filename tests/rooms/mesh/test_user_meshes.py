@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from support.compilations import compilations
 from support.reference import relative_difference, train
@@ -234,6 +234,13 @@ REFUSED = [
         ),
     ),
 ]
+
+
+@pytest.mark.parametrize("name", ["ï", "日", "a\\b", "a\nb"])
+def test_a_name_that_ends_the_process_in_xla_is_refused(name):
+    mesh = Mesh(np.array(jax.devices()), (name,))
+    with pytest.raises(ValueError, match=r"^ddp: XLA cannot read these names of mesh axes: \["):
+        so.ddp(optax.sgd(0.1), so.Axes(mesh, data=name), loss_fn)
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), REFUSED)

@@ -284,10 +284,7 @@ REPEAT = "repeat the heads of keys and values, or take"
             4,
             {"positions": np.zeros((2, 5), int)},
             ValueError,
-            (
-                "positions have shape (2, 5), for queries (2, 8, 8, 4).\nFix: give [T] = (8,) or"
-                " [B, T] = (2, 8)."
-            ),
+            ("positions have shape (2, 5).\nFix: give [T] = (8,) or [B, T] = (2, 8)."),
         ),
         (4, {"positions": np.zeros(8)}, TypeError, "positions must be integers, got float64."),
         (

@@ -130,6 +130,22 @@ def test_stages_of_a_pipeline(sizes):
     assert metrics == pytest.approx(expected(rows | {"x": 3 * rows["x"]}, W), rel=1e-5)
 
 
+def test_a_metric_that_is_an_array_is_a_list_of_numbers():
+    def loss_fn(params, batch):
+        return row_loss(params, batch), {
+            "mean": batch["x"].mean(0),
+            "table": jnp.ones((2, 3)),
+            "sum": so.losses.Sum(batch["y"].sum(0)),
+        }
+
+    opt = so.ddp(optax.sgd(0.1), so.make_mesh(), loss_fn)
+    rows = rows_of(21)
+    metrics = evaluation(opt, cut_at(rows, 8, 16))(opt.init({"w": np.zeros((8, 3), np.float32)}))
+    np.testing.assert_allclose(metrics["val_mean"], rows["x"].mean(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(metrics["val_sum"], rows["y"].sum(0), rtol=1e-5, atol=1e-5)
+    assert metrics["val_table"] == [[1.0] * 3] * 2
+
+
 def test_a_loss_of_its_own():
     """Given to the strategy it is what `opt.evaluate` runs.
 

@@ -193,6 +193,14 @@ def test_evaluation_helper_refuses_what_ends(opt, new_state, batches):
             ),
         ),
         (
+            {"a": 1, "b": 1j, "c": None, "d": [1, 2]},
+            TypeError,
+            (
+                "fit: evaluate must return a dict of numbers.\n  'b': 1j\n  'c': None\n  'd': [1, 2]"
+                "\nFix: reduce each to one number."
+            ),
+        ),
+        (
             {"loss": 1.0},
             ValueError,
             (

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -83,6 +84,33 @@ def test_the_best_by_an_evaluation_metric_is_kept(opt, new_state, batches, tmp_p
         )
         assert (result.stopped, result.step, result.best) == ("early", 20, {"step": 8, "val": 0.0})
         assert (checkpoints.steps(), checkpoints.best_step()) == ([8, 20], 8)
+
+
+@pytest.mark.parametrize(
+    ("best", "evaluate"),
+    [
+        ("val_los", lambda state: {"val_loss": 1.0}),
+        ("val_loss", None),
+        ("val_loss", (lambda state: {"val_loss": 1.0}, 8)),  # it is there when it is evaluated
+        ("accuracy", (lambda state: {"val_loss": 1.0}, 8)),
+    ],
+)
+def test_a_best_metric_that_no_run_reports_is_refused(
+    opt, new_state, batches, tmp_path, best, evaluate
+):
+    is_there = best == "val_loss" and evaluate is not None
+    message = f"^fit: best of so.Checkpoints watches '{best}', which is not among the metrics"
+    expected = nullcontext() if is_there else pytest.raises(ValueError, match=message)
+    with Checkpoints(tmp_path, every=4, keep=1, best=best) as checkpoints, expected:
+        fit(
+            opt,
+            new_state(),
+            batches,
+            num_steps=10,
+            evaluate=evaluate,
+            checkpoints=checkpoints,
+            progress=False,
+        )
 
 
 def test_nothing_that_is_not_finite_reaches_the_disk(opt, new_state, batches, tmp_path):
