@@ -173,7 +173,12 @@ def under_mesh(mesh: Mesh, roles: Mapping[str, tuple[str, ...]] | None = None) -
       mesh: the mesh.
       roles: role -> its axes, for a mesh with other axis names than `AXES`.
     """
-    with within_trace(roles=roles), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    no_mesh = AbstractMesh((), ())  # jax refuses to change the size of a mesh that is set
+    with (
+        within_trace(roles=roles),
+        jax.sharding.use_abstract_mesh(no_mesh),
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+    ):
         yield
 
 
