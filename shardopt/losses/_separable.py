@@ -141,11 +141,11 @@ class LossCall:
     context: RowContext | None = None
     axis_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
-    def row_axes(self, pieces: int) -> frozenset[str]:
-        """Return the axes that so many pieces are spread over."""
-        return frozenset(
-            self.context.axes if self.context is not None and self.context.devices == pieces else ()
-        )
+    def row_axes(self, pieces: int) -> tuple[str, ...]:
+        """Return the axes that so many pieces are spread over, in the order of the pieces."""
+        if self.context is None or self.context.devices != pieces:
+            return ()
+        return self.context.axes
 
     @property
     def other_axes(self) -> frozenset[str]:

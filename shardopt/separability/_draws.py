@@ -103,7 +103,7 @@ def follow_keys(
             for known in relations
             if isinstance(known, Known)
         ]
-        use = site.name, str(site.params), *numbers
+        use = site.name, str(site.params), str(site.piece_eqn.params), *numbers
         proof.key_uses.update({(key, use): for_rows for key in keys})
         uses = proof.key_uses.items()
         if any(

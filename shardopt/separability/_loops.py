@@ -224,7 +224,7 @@ def _scan_over_rows(
         for relation in resolve_numbers(site, relations)
     ]
     # a turn has another row on each device, which a collective over row axes would combine
-    one_row = dataclasses.replace(proof, row_axes=frozenset())
+    one_row = dataclasses.replace(proof, row_axes=())
     unscaled &= not (proof.positions and marks_in(body, ROW_MAXIMUM))
     if not unscaled or not all(map(_equals_piece, one_row.relate(site, *bodies, turn_operands))):
         return [unknown] * site.num_results

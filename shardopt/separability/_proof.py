@@ -31,8 +31,8 @@ class ProofSettings:
       relate_jaxprs: `walk.relate`, which relates the results of two traces of one function. As a
         field it saves a circular import.
       num_pieces: n, the number of equal pieces of the batch.
-      row_axes: the mesh axes that the pieces are spread over. Collectives over these axes combine
-        all pieces. () if there are none.
+      row_axes: the mesh axes that the pieces are spread over, in the order of the pieces.
+        Collectives over these axes combine all pieces. () if there are none.
       other_axes: mesh axes that divide the work of every piece in the same way.
       positions: whether pieces are pieces of sequences; if False, they are pieces of the rows.
       training: whether the loss is differentiated. Then the rules of `jax.custom_vjp` and
@@ -45,7 +45,7 @@ class ProofSettings:
 
     relate_jaxprs: "Callable[[ProofSettings, Any, Any, Sequence[Relation]], list[Relation]]"
     num_pieces: int
-    row_axes: frozenset[str] = frozenset()
+    row_axes: tuple[str, ...] = ()
     other_axes: frozenset[str] = frozenset()
     positions: bool = False
     training: bool = False

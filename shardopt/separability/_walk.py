@@ -369,23 +369,30 @@ def _collective(
     pieces:
 
     - A sum over devices gives every piece the sum of all P_i, which is W / c.
-    - A gather gives every piece the rows of the whole batch.
+    - A gather gives every piece the rows of the whole batch, if it names the axes in the order of
+      the pieces.
 
     Over other axes the collective does the same for every piece.
     """
     if unknown := first_unknown(relations):
         return [unknown] * site.num_results
     named_axes = site.params.get("axes", site.params.get("axis_name", ()))
-    axes = set(named_axes) if isinstance(named_axes, tuple | list | frozenset) else {named_axes}
+    axes = tuple(named_axes) if isinstance(named_axes, tuple | list | frozenset) else (named_axes,)
     relations = resolve_numbers(site, relations)
     grouped = site.params.get("axis_index_groups") is not None
-    if axes <= proof.other_axes and not grouped and (site.name in SUMS or site.name == "ppermute"):
+    if (
+        proof.other_axes.issuperset(axes)
+        and not grouped
+        and (site.name in SUMS or site.name == "ppermute")
+    ):
         return [
             relation if isinstance(relation, Same | Split | Total) else site.unknown("mixes")
             for relation in relations
         ]
-    if axes != proof.row_axes or not axes or grouped:
+    if set(axes) != set(proof.row_axes) or not axes or grouped:
         return [site.unknown("primitive")] * site.num_results
+    if site.name == "all_gather" and axes != proof.row_axes:
+        return [site.unknown("position")]
     return [
         checked(site, i, _collective_over_pieces(site, relation, i))
         for i, relation in enumerate(relations)

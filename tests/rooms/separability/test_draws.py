@@ -166,6 +166,19 @@ REUSED = {
     "slices that overlap": lambda p, b, rng: jnp.mean(
         uniform(jax.random.split(rng, 3)[0], (rows(b),)) * uniform(jax.random.split(rng, 3)[:2][0])
     ),
+    "as many numbers as all rows": lambda p, b, rng: jnp.mean(
+        uniform(rng, (rows(b),)) * uniform(rng, (8,))[3]
+    ),
+    "features of all rows": lambda p, b, rng: jnp.mean(
+        uniform(rng, (rows(b), 3)) * uniform(rng, (8, 3))[0]
+    ),
+    "as many numbers as all rows, in a call": lambda p, b, rng: jnp.mean(
+        jax.random.normal(rng, (rows(b),))
+        * jax.jit(jax.random.normal, static_argnums=1)(rng, (8,))[1]
+    ),
+    "keys of as many rows": lambda p, b, rng: jnp.mean(
+        jax.vmap(uniform)(jax.random.split(rng, rows(b))) * uniform(jax.random.split(rng, 8)[2])
+    ),
     "a number that may be equal": lambda p, b, rng: jnp.mean(
         uniform(jax.random.fold_in(rng, 0), (rows(b),))
         * uniform(jax.random.fold_in(rng, p["w"][0].astype(int)))

@@ -11,7 +11,9 @@ import pytest
 from support.tiers import tiered
 
 import shardopt as so
+from shardopt.core._trace_context import RowContext
 from shardopt.core._types import abstract
+from shardopt.losses._separable import Cut, LossCall, find_mixing
 
 DRAW = np.random.default_rng(0)
 PARAMS = {"w": DRAW.normal(size=(4,)).astype(np.float32)}
@@ -191,3 +193,24 @@ def test_a_weight_that_is_trained_is_refused_or_differentiated(
     np.testing.assert_allclose(
         PARAMS["w"] - np.asarray(state.params["w"]), exact, rtol=1e-4, atol=1e-6
     )
+
+
+GATHERS = {
+    "in the order of the pieces": ("replica", "data"),
+    "in another order": ("data", "replica"),
+    "of one axis": ("data",),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("row", GATHERS)
+@pytest.mark.parametrize("entry", [0, -1, 3])
+def test_a_gather_has_all_rows_only_if_it_names_the_axes_in_the_order_of_the_pieces(row, entry):
+    def loss_fn(p, b):
+        rows = jax.lax.all_gather(b["y"], GATHERS[row], tiled=True)
+        return jnp.mean(outputs(p, b) * rows[entry])
+
+    context = RowContext(("replica", "data"), 4)
+    call = LossCall(context=context, axis_sizes={"replica": 2, "data": 2})
+    mixing = find_mixing(loss_fn, abstract(PARAMS), abstract(BATCH), Cut(4), call)
+    assert (mixing is None) == (row == "in the order of the pieces")

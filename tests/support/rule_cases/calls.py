@@ -110,17 +110,18 @@ FORWARD: list[Callable[..., Any]] = [
     lambda w, x: w * x,
     lambda w, x: w * x,
     lambda w, x: w * x,
+    lambda w, x: jnp.full(x.shape, 2.0),
     lambda w, x: w * x + x.mean(0),
     lambda w, x: w * x * x.shape[0],
 ]
-"""What the rule computes in place of weights times rows: in part other numbers."""
+"""Weights times rows, and other numbers: the first four for the function, all for its rule."""
 
 
 def weights_and_rows(rng: np.random.Generator) -> RuleCase:
     """Return a case of weights times rows, with one of the backward rules."""
     num_pieces, rows, features = int(rng.choice([2, 3])), int(rng.integers(1, 4)), 2
     rule, forward = OF_WEIGHTS[rng.integers(len(OF_WEIGHTS))], FORWARD[rng.integers(len(FORWARD))]
-    product = jax.custom_vjp(lambda w, x: w * x)
+    product = jax.custom_vjp(FORWARD[rng.integers(4)])
     product.defvjp(lambda w, x: (forward(w, x), (w, x)), lambda saved, ct: rule(*saved, ct))
     shared = [Same(), Same(), Same(Fraction(1, num_pieces)), Total(Fraction(1))][rng.integers(4)]
     ratio = [Fraction(1), Fraction(1), Fraction(1, num_pieces)][rng.integers(3)]
@@ -252,7 +253,7 @@ def solved_rows(rng: np.random.Generator) -> RuleCase:
 def _marked_case(
     operands: list[Operand], function: Function, num_pieces: int, positions: bool = True
 ) -> RuleCase:
-    settings = {"row_axes": frozenset([AXIS]), "positions": positions}
+    settings = {"row_axes": (AXIS,), "positions": positions}
     return RuleCase(operands, (function, function), num_pieces, settings, axis=True)
 
 
@@ -308,7 +309,7 @@ def collective(function: Function, rng: np.random.Generator) -> RuleCase:
     shapes = draw_shapes(rng, num_pieces, int(rng.integers(1, 3)), most_uneven=1)
     kinds = (Same, Split, Total, Extreme)
     operands = draw_operands(rng, shapes, np.float64, num_pieces, 1, kinds)
-    settings = {"row_axes": frozenset([AXIS])}
+    settings = {"row_axes": (AXIS,)}
     return RuleCase(operands, (function, function), num_pieces, settings, axis=True)
 
 
@@ -318,7 +319,7 @@ def collective_over_other_axis(function: Function, rng: np.random.Generator) -> 
     shapes = draw_shapes(rng, num_pieces, int(rng.integers(1, 3)), most_uneven=1)
     kinds = (Same, Split, Total, Extreme)
     operands = draw_operands(rng, shapes, np.float64, num_pieces, 1, kinds)
-    settings = {"row_axes": frozenset([AXIS]), "other_axes": frozenset([OTHER_AXIS])}
+    settings = {"row_axes": (AXIS,), "other_axes": frozenset([OTHER_AXIS])}
     return RuleCase(operands, (function, function), num_pieces, settings, other_axis=True)
 
 

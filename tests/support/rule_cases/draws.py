@@ -169,12 +169,14 @@ def shared_numbers(
 def two_draws(rng: np.random.Generator) -> RuleCase:
     """Return a case of two draws, with keys that are made of one."""
     num_pieces, rows = int(rng.choice([2, 3])), int(rng.integers(2, 4))
-    makers, shapes = (_makers(rng), _makers(rng)), rng.integers(0, 3, 2)
+    makers, shapes = (_makers(rng), _makers(rng)), rng.integers(0, 5, 2)
+    all_rows = rows * num_pieces
 
     def function(rows: int) -> Callable[[jax.Array], Any]:
         def run(key_bits: jax.Array) -> Any:
             keys = [maker(jax.random.wrap_key_data(key_bits)) for maker in makers]
-            sizes = [[(rows, FEATURES), (rows,), (FEATURES,)][i] for i in shapes]
+            choices = [(rows, FEATURES), (rows,), (FEATURES,), (all_rows,), (all_rows, FEATURES)]
+            sizes = [choices[i] for i in shapes]
             draws = [jax.random.bits(key, size) for key, size in zip(keys, sizes, strict=True)]
             return *draws, *map(jax.random.key_data, keys)
 
