@@ -1,6 +1,6 @@
 """Mutants of the rules of the proof of losses, each of which must die by a property test.
 
-    python benchmarks/rule_mutants.py --mutants 300
+    python benchmarks/rule_mutants.py --mutants 240
 
 A sample with a seed, of all files of `shardopt/separability` and of the table's rows. "unsound" and
 "error" die by a property test. "refuses" only knows fewer results, so it is as sound as the rule.
@@ -21,7 +21,7 @@ from support.rule_mutants import FILES, Bench, Mutant, mutants, row_mutants
 
 SEED, FEWEST = 61, 12
 """The seed of the sample, and the number of mutants of each file at least."""
-FEW, MANY = 20, 120
+FEW, MANY = 16, 40
 """The seeds of the cases of a rule: a mutant that outlives the first meets the others."""
 KILLED = ("unsound", "error")
 
@@ -68,7 +68,7 @@ def main(count: int, only: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mutants", type=int, default=300)
+    parser.add_argument("--mutants", type=int, default=240)
     parser.add_argument("--only", default="", help="a text of the names of the mutants to run")
     options = parser.parse_args()
     main(options.mutants, options.only)

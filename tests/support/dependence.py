@@ -16,6 +16,7 @@ from shardopt.separability._dependence import LOOP, leaves_used
 from shardopt.trace._marks import ATTENTION, marked
 from support.piecewise import as_users_have_it
 
+AXIS = "data"
 ARGUMENTS = ("x", "y", "z")
 SIZE, POINTS = 3, 6
 
@@ -29,12 +30,14 @@ class Program(NamedTuple):
         rows at once.
       is_rough: whether it may count arguments that change nothing.
       through: the kind of marked functions that uses are counted around.
+      devices: whether it adds up over devices. Only loops are looked for on this side of a sum.
     """
 
     function: Callable[..., Any]
     has_loop: bool = False
     is_rough: bool = False
     through: str | None = None
+    devices: bool = False
 
 
 def _straight_through(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,6 +125,9 @@ PROGRAMS: dict[str, Program] = {
     ),
     "tangents of its own": Program(lambda x, y, z: _with_tangents(x) + z, is_rough=True),
     "an entry": Program(lambda x, y, z: (x[1], jnp.concatenate([y, z])[:2]), is_rough=True),
+    "a sum over devices": Program(
+        lambda x, y, z: (lax.psum(x, AXIS) * y, lax.psum(z, AXIS)), devices=True
+    ),
     "a marked function": Program(
         lambda x, y, z: marked(ATTENTION, lambda a, b: a * b)(x, y) + z, through=ATTENTION
     ),
@@ -140,7 +146,9 @@ def answers() -> Answers:
     said: Answers = {}
     with as_users_have_it():
         for name, program in PROGRAMS.items():
-            jaxpr = jax.make_jaxpr(program.function)(*[np.ones(SIZE)] * len(ARGUMENTS))
+            jaxpr = jax.make_jaxpr(program.function, axis_env=[(AXIS, 1)])(
+                *[np.ones(SIZE)] * len(ARGUMENTS)
+            )
             leaves: list[dict[int, None]] = [{i: None} for i in range(len(ARGUMENTS))]
             for kind, options in uses.items():
                 said[name, kind] = [dict(x) for x in leaves_used(jaxpr, leaves, **options)]
@@ -161,6 +169,10 @@ def problems(said: Answers) -> Iterator[str]:
         has_loop = any(LOOP in result for result in results)
         if kind == "loops" and has_loop != program.has_loop:
             yield f"{name}: {'a' if has_loop else 'no'} loop follows from an argument"
+        if program.devices and kind == "loops":
+            if [set(result) for result in results] != [{1}, set()]:
+                yield f"{name}: {results} on this side of a sum over devices"
+            continue
         expected = _gradients(program) if kind == "differentiated" else _changes(program)
         if len(expected) != len(results):
             yield f"{name}: {len(results)} results"
@@ -187,7 +199,17 @@ def _points() -> list[list[np.ndarray]]:
 
 
 def _results(program: Program, point: Sequence[Any]) -> list[np.ndarray]:
-    return [np.asarray(x) for x in jax.tree.leaves(program.function(*point))]
+    return [np.asarray(x) for x in jax.tree.leaves(_function(program)(*point))]
+
+
+def _function(program: Program) -> Callable[..., Any]:
+    """Return a program on one device."""
+
+    def run(*arguments: Any) -> Any:
+        stacked = [jnp.asarray(x)[None] for x in arguments]
+        return jax.tree.map(lambda x: x[0], jax.vmap(program.function, axis_name=AXIS)(*stacked))
+
+    return run if program.devices else program.function
 
 
 def _changes(program: Program) -> list[set[int]]:
@@ -224,7 +246,7 @@ def _gradients(program: Program) -> list[set[int]]:
 
 def _tangents(program: Program, point: Sequence[Any], i: int) -> list[np.ndarray]:
     def of_argument(x: Any) -> list[Any]:
-        return jax.tree.leaves(program.function(*point[:i], x, *point[i + 1 :]))
+        return jax.tree.leaves(_function(program)(*point[:i], x, *point[i + 1 :]))
 
     try:
         results = jax.jvp(of_argument, (point[i],), (np.ones(SIZE),))[1]
