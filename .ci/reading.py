@@ -1,0 +1,67 @@
+"""Count what readers stumble over in words and in code, next to the limits in CONTRIBUTING.md.
+
+Usage: python .ci/reading.py
+
+`readable.py` and `density.py` count; they also list the places, worst first. The exit code is 1 if
+a count is above its limit.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TREES = ("shardopt", "tests")
+
+
+def output_of(tool: str, *arguments: str) -> str:
+    """Return what a tool of this folder prints."""
+    command = [sys.executable, str(ROOT / ".ci" / tool), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+
+
+def counts(tree: str) -> dict[str, float]:
+    """Return what is counted in a tree -> its number, as the first column of the table says it."""
+    words = output_of("readable.py", "--summary", tree).splitlines()[-1].split()
+    lines, vague_names, _, sentences, _, odd_sentences = (int(word) for word in words[1:])
+    row = output_of("density.py", "--tests", tree)
+    golf = re.search(r"golf +([\d.]+) in", row)[1]
+    numbers = {
+        "vague names in 1,000 lines": 1000 * vague_names / lines,
+        "odd sentences in 100": 100 * odd_sentences / sentences,
+        "golf in 1,000 lines": float(golf),
+        "functions with 15 or more decisions": float(row.rpartition(": ")[2]),
+    }
+    return {f"`{tree}`: {name}": round(number, 1) for name, number in numbers.items()}
+
+
+def limits_of(text: str) -> dict[str, float]:
+    """Return what is counted -> the limit, from the table "How it reads" in CONTRIBUTING.md."""
+    table = text.partition("\n## How it reads\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| ([\d.]+) \|", table, re.MULTILINE)
+    return {name: float(limit) for name, limit in rows}
+
+
+def above_limit(numbers: dict[str, float], limits: dict[str, float]) -> list[str]:
+    """Return what is above its limit, or has none."""
+    return [name for name, number in numbers.items() if number > limits.get(name, -1)]
+
+
+def main() -> int:
+    """Print the table, and return the exit code."""
+    limits = limits_of((ROOT / "CONTRIBUTING.md").read_text())
+    numbers = {name: number for tree in TREES for name, number in counts(tree).items()}
+    for name, number in numbers.items():
+        print(f"{name:50} {number:6} {limits.get(name, -1):6}")
+    above = above_limit(numbers, limits)
+    if above:
+        print(
+            f"above the limit: {', '.join(above)}. `python .ci/readable.py --top 50 TREE` and"
+            " `python .ci/density.py --worst 50 TREE` list the places."
+        )
+    return int(bool(above))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
