@@ -3,7 +3,7 @@ collectives.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import jax
@@ -33,6 +33,12 @@ def varying(x: jax.Array) -> frozenset[str]:
     return jax.typeof(x).mat.varying
 
 
+def as_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """Return a value whose type says that it varies along these axes too."""
+    missing = tuple(axis for axis in axes if axis not in varying(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
 def check_not_summed(
     axis_name: AxisName, paths: Sequence[str], leaves: Sequence[jax.Array]
 ) -> None:
@@ -51,12 +57,12 @@ def check_not_summed(
         quoted = " or ".join(repr(name) for name in names)
         problem = (
             f"{plural(len(summed), 'gradient leaf')} {'does' if len(summed) == 1 else 'do'} not"
-            f" vary along {quoted}: jax has summed the gradient of a replicated parameter, or"
-            " jax.lax.pmean or an earlier link has averaged it."
+            f" vary along {quoted}: jax has summed the gradient of a replicated parameter,"
+            " jax.lax.pmean or an earlier link has averaged it, or optax.MultiSteps is around."
         )
         fix = (
             f"differentiate with respect to jax.lax.pcast(params, {axis_name!r}, to='varying'); and"
-            " leave out what averages gradients before."
+            " leave out what averages gradients before. optax.MultiSteps belongs after the mean."
         )
         raise value_error(problem, summed, fix)
 
@@ -98,13 +104,7 @@ def agreeing_cond(
     def cast_results(branch):
         def run(*args):
             leaves, treedef = jax.tree.flatten(branch(*args))
-            missing_axes = [
-                tuple(axes - varying(leaf)) for leaf, axes in zip(leaves, common_axes, strict=True)
-            ]
-            pairs = zip(leaves, missing_axes, strict=True)
-            return treedef.unflatten(
-                [jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in pairs]
-            )
+            return treedef.unflatten(map(as_varying, leaves, common_axes))
 
         return run
 

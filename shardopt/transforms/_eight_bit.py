@@ -16,6 +16,7 @@ from shardopt.core._arguments import check_count, check_transformation
 from shardopt.core._errors import calling, format_error
 from shardopt.core._types import PyTree
 from shardopt.transforms._dynamic_map import decode, encode
+from shardopt.transforms._state_form import check_structure
 
 CALLER = "eight_bit"
 _MIN_BLOCK_SIZE = 16
@@ -164,6 +165,8 @@ class _EightBit:
         inner_updates, inner_state = self.tx.update(
             updates, treedef.unflatten(leaves), params, **extra_args
         )
+        with calling(CALLER):
+            check_structure(state.state, inner_state)
         return inner_updates, self.store(inner_state, signs)
 
     def is_rounded(self, leaf: jax.Array) -> bool:

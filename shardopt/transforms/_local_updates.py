@@ -17,8 +17,8 @@ from shardopt.reducers import PerDevice, exact
 from shardopt.reducers._axis import agreeing_cond, check_not_summed
 from shardopt.transforms._state_form import (
     check_form,
+    nan_for_state_of_another_device,
     number_of_device,
-    own_nan_for_state_of_another_device,
 )
 
 
@@ -124,7 +124,9 @@ def local_updates(
         old_params = check_params(params)
         check_form(state, jax.eval_shape(init, abstract(params)))
         inner_updates, inner_state = tx.update(updates, state.inner.value, params, **extra_args)
-        inner_updates = own_nan_for_state_of_another_device(state.device, axis_name, inner_updates)
+        inner_updates = nan_for_state_of_another_device(
+            state.device, axis_name, inner_updates, agreed=False
+        )
         # In a wide dtype, p + (mean - p) equals the mean for half-precision parameters.
         inner_updates = jax.tree.map(
             lambda u, p: u.astype(wide_dtype(p.dtype)), inner_updates, old_params

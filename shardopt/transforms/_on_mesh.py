@@ -21,9 +21,9 @@ from shardopt.core._device_state import (
     state_specs,
 )
 from shardopt.core._errors import calling, type_error, value_error
-from shardopt.core._types import PyTree, leaves_with_paths, merge_replicas, path_text
+from shardopt.core._types import PyTree, leaves_with_paths, merge_replicas, path_text, replaced
 from shardopt.transforms._local_gradients import OF_DEVICE
-from shardopt.transforms._state_form import check_alike
+from shardopt.transforms._state_form import check_alike, check_mesh
 
 
 @calling("on_mesh")
@@ -72,11 +72,7 @@ def on_mesh(
       >>> print(params.round(2))
       [-1. -1.]
     """
-    if not isinstance(mesh, Mesh):
-        raise type_error(f"mesh must be a jax.sharding.Mesh, got {mesh!r:.80}.")
-    if axis_name not in mesh.axis_names:
-        problem = f"the mesh has no axis {axis_name!r}, it has {mesh.axis_names}."
-        raise value_error(problem, fix="name the axis that splits the batch.")
+    check_mesh(mesh, axis_name)
     chain = _ChainOnMesh(check_transformation("tx", tx), mesh, axis_name, own_params)
     transformation = OnMesh(chain.init, chain.update)
     transformation.specs, transformation.resized = chain.specs, chain.resized
@@ -161,13 +157,7 @@ class _ChainOnMesh:
                 grads = device_part(grads)
             updates, state = self._update_device(grads, state, params, **extra)
             if not self.own_params:
-                problem = f"updates differ along {self.axis_name!r}: no link of the chain averages."
-                fix = (
-                    "put so.transforms.average_gradients in the chain; or, for local_updates, pass"
-                    " own_params=True."
-                )
-                with calling("on_mesh"):
-                    check_alike(updates, self.axis_name, problem, fix)
+                self._check_shared(updates)
             return updates, state
 
         specs, stacked = self.specs(state), PartitionSpec(self.axis_name)
@@ -270,9 +260,22 @@ class _ChainOnMesh:
             )
             with calling("on_mesh"):
                 raise type_error(problem, fix=fix) from error
+        self._check_shared(device_state)
         if self.own_params:
             updates = jax.tree.map(lambda leaf: leaf[None], updates)
         return updates, map_by_mark(device_state, lambda leaf: jnp.asarray(leaf)[None], _unchanged)
+
+    def _check_shared(self, tree: PyTree) -> None:
+        """Refuse what types show to differ between devices, but no link marks."""
+        problem = f"updates or states differ along {self.axis_name!r}: no link before averages."
+        fix = (
+            "put so.transforms.average_gradients before it in the chain; or, to train apart,"
+            " so.transforms.local_updates around it, with own_params=True."
+        )
+        with calling("on_mesh"):
+            check_alike(
+                map_by_mark(tree, lambda leaf: None, _unchanged), self.axis_name, problem, fix
+            )
 
     def _check_stacked(self, updates: PyTree) -> None:
         size = self.mesh.shape[self.axis_name]
@@ -316,8 +319,11 @@ def per_device_grads(
       devices [N, ...], sharded over the axis. Leaves of `params` that are no arrays are passed on.
 
     Raises:
-      ValueError: from the returned function, if a leaf of the batch has no rows that N divides.
+      TypeError: if `mesh` is no mesh, or `axis_name` no name.
+      ValueError: if the mesh has no such axis; from the returned function, if a leaf of the batch
+        has no rows that N divides.
     """
+    check_mesh(mesh, axis_name)
 
     def run(params: PyTree, *batch: PyTree) -> tuple[Any, PyTree]:
         size = mesh.shape[axis_name]
@@ -331,23 +337,20 @@ def per_device_grads(
             with calling("per_device_grads"):
                 raise value_error(problem, wrong, f"use a multiple of {size} rows.")
         leaves, treedef = jax.tree.flatten(params)
-        is_array = [isinstance(leaf, jax.Array) or hasattr(leaf, "dtype") for leaf in leaves]
+        places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
 
         def differentiate(arrays: list[jax.Array], batch: PyTree) -> tuple[Any, PyTree]:
             if own_params:
-                device_arrays = iter(device_part(arrays))
+                device_arrays = device_part(arrays)
             else:
-                device_arrays = iter(jax.lax.pcast(arrays, axis_name, to="varying"))
-            device_leaves = [
-                next(device_arrays) if array else leaf
-                for leaf, array in zip(leaves, is_array, strict=True)
-            ]
+                device_arrays = jax.lax.pcast(arrays, axis_name, to="varying")
+            device_leaves = replaced(leaves, places, device_arrays)
             value, grads = value_and_grad(treedef.unflatten(device_leaves), *batch)
             value = jax.tree.map(lambda x: jax.lax.pmean(x, axis_name), value)
             return value, jax.tree.map(lambda leaf: leaf[None], grads)
 
         replicated, split = PartitionSpec(), PartitionSpec(axis_name)
-        arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+        arrays = [leaves[i] for i in places]
         in_specs = split if own_params else replicated, split
         return manual(differentiate, mesh, axis_name, in_specs, (replicated, split))(arrays, batch)
 

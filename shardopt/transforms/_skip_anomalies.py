@@ -10,10 +10,11 @@ import optax
 
 from shardopt.core._arguments import check_count, check_number, check_transformation
 from shardopt.core._axis import bound_axes
-from shardopt.core._errors import calling, type_error, value_error
+from shardopt.core._errors import calling, type_error
 from shardopt.core._types import PyTree, states_of, wide_dtype
-from shardopt.reducers._axis import tracks_varying, varying
+from shardopt.reducers._axis import as_varying, tracks_varying, varying
 from shardopt.reducers._reducer import check_leaves
+from shardopt.transforms._state_form import check_structure
 
 WINDOW, DEVIATIONS = 128, 6.0
 """The steps that mean and deviation are taken over, and how many deviations above the mean an
@@ -164,7 +165,7 @@ def skip_anomalies(
         inner_updates = jax.tree.map(
             lambda u: jnp.where(skipped, jnp.full_like(u, -0.0), u), inner_updates
         )
-        _check_structure(state.inner, inner_state)
+        check_structure(state.inner, inner_state)
         inner_state = jax.tree.map(
             lambda old, new: jnp.where(skipped, old, new), state.inner, inner_state
         )
@@ -187,17 +188,6 @@ def skip_anomalies(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _check_structure(old: PyTree, new: PyTree) -> None:
-    if jax.tree.structure(old) == jax.tree.structure(new):
-        return
-    problem = (
-        "the update of inner returns a state of another structure. That of zero is cut only where"
-        " its axis is bound."
-    )
-    fix = "make the state where the axis is bound, jax.pmap(tx.init, axis_name=...)(params)."
-    raise value_error(problem, fix=fix)
 
 
 def unless_skipped(old_opt_state: PyTree, opt_state: PyTree, old: PyTree, new: PyTree) -> PyTree:
@@ -229,13 +219,8 @@ def _agreed(loss: jax.Array, norm: jax.Array) -> tuple[jax.Array, jax.Array]:
         axes = tuple(varying(loss) | varying(norm))
         if not axes:
             return loss, norm
-        loss, norm = (_as_varying(x, axes) for x in (loss, norm))
+        loss, norm = (as_varying(x, axes) for x in (loss, norm))
     return jax.lax.pmean(loss, axes), jnp.sqrt(jax.lax.pmean(norm**2, axes))
-
-
-def _as_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    missing = tuple(axis for axis in axes if axis not in varying(x))
-    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _norm(updates: PyTree) -> jax.Array:

@@ -7,10 +7,11 @@ checkpoint. Every device then gets the state of device 0.
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from shardopt.core._axis import AxisName, axis_names, is_bound
 from shardopt.core._device_state import DeviceNumber
-from shardopt.core._errors import value_error
+from shardopt.core._errors import type_error, value_error
 from shardopt.core._types import PyTree, leaves_with_paths
 from shardopt.reducers._axis import varying
 
@@ -21,6 +22,18 @@ FIX_STACKED = (
 """The remedy for a state that is not in the form of one device, for messages."""
 
 
+def check_mesh(mesh: Mesh, axis_name: str) -> None:
+    """Refuse a mesh that is none, or has no such axis."""
+    if not isinstance(mesh, Mesh):
+        raise type_error(f"mesh must be a jax.sharding.Mesh, got {mesh!r:.80}.")
+    if not isinstance(axis_name, str):
+        problem = f"it takes the name of one mesh axis, got {axis_name!r}."
+        raise type_error(problem, fix="make a mesh where one axis splits the batch.")
+    if axis_name not in mesh.axis_names:
+        problem = f"the mesh has no axis {axis_name!r}, it has {mesh.axis_names}."
+        raise value_error(problem, fix="name the axis that splits the batch.")
+
+
 def number_of_device(axis_name: AxisName) -> DeviceNumber:
     """Return the number of this device along the axis; -1 where the axis is not bound."""
     if all(is_bound(name) for name in axis_names(axis_name)):
@@ -29,32 +42,17 @@ def number_of_device(axis_name: AxisName) -> DeviceNumber:
 
 
 def nan_for_state_of_another_device(
-    number: DeviceNumber, axis_name: AxisName, updates: PyTree
+    number: DeviceNumber, axis_name: AxisName, updates: PyTree, *, agreed: bool = True
 ) -> PyTree:
-    """Return the updates, or NaN on all devices if one of them has the state of another.
+    """Return the updates, or NaN if this device has the state of another one.
 
-    A program cannot raise an error by what it computes. NaN is seen at the next loss.
+    If `agreed`, all devices return NaN where one has to; otherwise nothing is sent. A program
+    cannot raise an error by what it computes. NaN is seen at the next loss.
     """
-    all_own = jax.lax.pmin(_is_own(number, axis_name).astype(jnp.int32), axis_name) == 1
-    return _or_nan(all_own, updates)
-
-
-def own_nan_for_state_of_another_device(
-    number: DeviceNumber, axis_name: AxisName, updates: PyTree
-) -> PyTree:
-    """Return the updates, or NaN on this device alone if it has the state of another one.
-
-    Nothing is sent.
-    """
-    return _or_nan(_is_own(number, axis_name), updates)
-
-
-def _is_own(number: DeviceNumber, axis_name: AxisName) -> jax.Array:
-    return (number.value < 0) | (number.value == jax.lax.axis_index(axis_name))
-
-
-def _or_nan(is_right: jax.Array, updates: PyTree) -> PyTree:
-    return jax.tree.map(lambda u: jnp.where(is_right, u, jnp.nan).astype(u.dtype), updates)
+    is_own = (number.value < 0) | (number.value == jax.lax.axis_index(axis_name))
+    if agreed:
+        is_own = jax.lax.pmin(is_own.astype(jnp.int32), axis_name) == 1
+    return jax.tree.map(lambda u: jnp.where(is_own, u, jnp.nan).astype(u.dtype), updates)
 
 
 def check_alike(tree: PyTree, axis_name: str, problem: str, fix: str) -> None:
@@ -86,3 +84,15 @@ def check_form(state: PyTree, expected: PyTree) -> None:
     if wrong:
         problem = "the state is not in the form of one device."
         raise value_error(problem, wrong, FIX_STACKED)
+
+
+def check_structure(old: PyTree, new: PyTree) -> None:
+    """Refuse a state of `inner` whose structure changes in an update."""
+    if jax.tree.structure(old) == jax.tree.structure(new):
+        return
+    problem = (
+        "the update of inner returns a state of another structure. That of zero is cut only where"
+        " its axis is bound."
+    )
+    fix = "make the state where the axis is bound, jax.pmap(tx.init, axis_name=...)(params)."
+    raise value_error(problem, fix=fix)

@@ -9,6 +9,7 @@ from shardopt.core._arguments import check_transformation
 from shardopt.core._axis import is_bound
 from shardopt.core._errors import calling
 from shardopt.core._types import PyTree
+from shardopt.transforms._state_form import check_mesh
 from shardopt.transforms._zero_constraints import ByConstraints
 from shardopt.transforms._zero_shards import ByShards
 
@@ -30,9 +31,9 @@ def zero(
       under `shard_map` and `pmap` after their mean.
 
     Raises:
-      TypeError: if `inner` is no transformation.
-      ValueError: if the axis is neither bound nor on a mesh; in `update` under `shard_map`, if the
-        types show that gradients are not averaged yet.
+      TypeError: if an argument is of the wrong kind.
+      ValueError: if the mesh has no such axis; in `update`, if the axis is neither bound nor on a
+        mesh, or the types of `shard_map` show that gradients are not averaged yet.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -64,6 +65,8 @@ def zero(
       2020, section 5.1.
     """
     tx = check_transformation("inner", inner)
+    if mesh is not None:
+        check_mesh(mesh, axis_name)
     by_constraints, by_shards = ByConstraints(tx, axis_name, mesh), ByShards(tx, axis_name)
 
     @calling("zero")

@@ -10,7 +10,15 @@ from typing import Any
 import jax
 import optax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from shardopt.core._errors import calling, error_text, plural, value_error
 from shardopt.core._types import PyTree, leaves_with_paths, replaced
@@ -40,6 +48,8 @@ class ByConstraints:
         if mesh is None:
             return state
         self.check_params(params, mesh)
+        if isinstance(mesh, Mesh):
+            state = jax.tree.map(functools.partial(_on_mesh, mesh=mesh), state)
         specs = self.specs(state, mesh)
         return _with_auto_axes(lambda mesh, state: _constrain(state, specs, mesh), mesh, specs)(
             state
@@ -161,18 +171,25 @@ class ByConstraints:
 
 
 def _constrain(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """Return the tree with each array sharded by its spec, unless all its dims are free.
+    """Return the tree with each array sharded by its spec.
 
-    A count is placed on the mesh too: the second step would be compiled again otherwise.
+    A count, or coefficients of muon, are placed on the mesh too: the second step would be compiled
+    again otherwise.
     """
 
     def constrain_leaf(leaf: Any, spec: PartitionSpec) -> Any:
-        is_free = bool(spec) and all(entry is FREE for entry in spec)
-        if is_free or not isinstance(leaf, jax.Array):
+        if not isinstance(leaf, jax.Array):
             return leaf
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
 
     return jax.tree.map(constrain_leaf, tree, specs)
+
+
+def _on_mesh(leaf: Any, mesh: Mesh) -> Any:
+    """Return a leaf that an eager `init` made on one device as a replicated array of the mesh."""
+    if not isinstance(getattr(leaf, "sharding", None), SingleDeviceSharding):
+        return leaf
+    return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
 
 
 def _with_auto_axes(

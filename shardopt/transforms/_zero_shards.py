@@ -10,12 +10,11 @@ import optax
 
 from shardopt.core._axis import axis_size
 from shardopt.core._device_state import DeviceNumber, PerDevice
-from shardopt.core._errors import value_error
 from shardopt.core._types import PyTree, abstract
 from shardopt.reducers._axis import varying
 from shardopt.transforms._state_form import (
-    FIX_STACKED,
     check_alike,
+    check_form,
     nan_for_state_of_another_device,
     number_of_device,
 )
@@ -51,7 +50,9 @@ class ByShards:
         self.check_averaged(updates)
         device = number_of_device(self.axis_name)
         if isinstance(state, ZeroState):
-            like = jax.eval_shape(self.tx.init, abstract(updates if params is None else params))
+            shapes = abstract(updates if params is None else params)
+            check_form(state, jax.eval_shape(self.init, shapes))
+            like = jax.eval_shape(self.tx.init, shapes)
             inner_state, device = self.join(state, like), state.device
         else:  # made outside of the axis, so it is unsharded
             inner_state = state
@@ -93,17 +94,7 @@ class ByShards:
                 leaves.append(next(unsharded))
                 continue
             shard = state.shards.value[str(i)]
-            self.check_shard(str(i), shard, leaf_like)
             to = "invarying" if varying(shard) else "varying"
             flat = jax.lax.all_gather(shard, self.axis_name, tiled=True, to=to)
             leaves.append(flat[: math.prod(leaf_like.shape)].reshape(leaf_like.shape))
         return treedef.unflatten(leaves)
-
-    def check_shard(self, name: str, shard: jax.Array, like: jax.ShapeDtypeStruct) -> None:
-        length = -(-math.prod(like.shape) // axis_size(self.axis_name))
-        if shard.shape == (length,):
-            return
-        problem = (
-            f"shard {name} of the state has shape {shard.shape}, where a device has {(length,)}."
-        )
-        raise value_error(problem, fix=FIX_STACKED)

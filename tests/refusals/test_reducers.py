@@ -196,9 +196,10 @@ def test_gradients_that_are_summed_already(mesh_of):
     assert (
         str(caught.value)
         == "exact(): 1 gradient leaf does not vary along 'data': jax has summed the gradient of"
-        " a replicated parameter, or jax.lax.pmean or an earlier link has averaged it.\n  w\nFix:"
+        " a replicated parameter, jax.lax.pmean or an earlier link has averaged it, or"
+        " optax.MultiSteps is around.\n  w\nFix:"
         " differentiate with respect to jax.lax.pcast(params, 'data', to='varying'); and leave out"
-        " what averages gradients before."
+        " what averages gradients before. optax.MultiSteps belongs after the mean."
     )
 
 

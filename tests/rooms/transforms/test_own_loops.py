@@ -210,13 +210,20 @@ def test_a_state_made_outside_of_the_axis_and_replicated_takes_its_first_step(na
     assert np.isfinite(updates["w"]).all()
 
 
+AROUND_ZERO = {
+    "skip_anomalies": lambda tx: T.skip_anomalies(tx, loss_z=None),
+    "eight_bit": lambda tx: T.eight_bit(tx, min_elements=8),
+}
+
+
+@pytest.mark.parametrize("around", AROUND_ZERO)
 @pytest.mark.parametrize("name", [name for name in PER_DEVICE if "zero" in name])
-def test_skipping_around_a_state_that_zero_cuts_later_is_refused_with_a_remedy(name):
-    tx, grads = T.skip_anomalies(PER_DEVICE[name](), loss_z=None), gradients_of_devices()
+def test_a_link_around_a_state_that_zero_cuts_later_is_refused_with_a_remedy(name, around):
+    tx, grads = AROUND_ZERO[around](PER_DEVICE[name]()), gradients_of_devices()
     params = jax.tree.map(lambda x: np.zeros_like(x[0]), grads)
     replicated = jax.tree.map(lambda x: np.stack([x] * SIZE), (tx.init(params), params))
     update = jax.pmap(tx.update, axis_name="data", devices=jax.devices()[:SIZE])
-    with pytest.raises(ValueError, match=r"skip_anomalies: .* another structure.*\nFix: make"):
+    with pytest.raises(ValueError, match=r"(skip_anom|eight_bit).* another structure.*\nFix: make"):
         update(grads, *replicated)
 
 
@@ -247,7 +254,7 @@ AVERAGED = {
 
 @pytest.mark.parametrize("name", AVERAGED)
 @pytest.mark.parametrize("averaged_by", ["jax", "pmean", "link"])
-def test_gradients_that_are_averaged_already_are_refused_with_both_reasons(
+def test_gradients_that_are_averaged_already_are_refused_with_each_reason(
     name, averaged_by, mesh_of
 ):
     tx = AVERAGED[name]()
@@ -265,9 +272,21 @@ def test_gradients_that_are_averaged_already_are_refused_with_both_reasons(
     step = jax.shard_map(
         local, mesh=mesh_of(data=8), in_specs=(P(), P("data")), out_specs=P("data")
     )
-    with pytest.raises(ValueError, match=r"jax has summed .*an earlier link has averaged") as error:
+    with pytest.raises(
+        ValueError, match=r"jax has summed .*link has averaged.*MultiSteps"
+    ) as error:
         step(jnp.ones(8), jnp.ones((8, 8)))
     assert "check_vma" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", AVERAGED)
+def test_multi_steps_around_a_link_that_averages_is_named_by_the_error(name, mesh_of):
+    tx = optax.MultiSteps(AVERAGED[name](), 2).gradient_transformation()
+    stacked = T.on_mesh(tx, mesh_of(data=4), "data")
+    params, grads = {"w": jnp.ones((4, 4))}, {"w": jnp.ones((4, 4, 4))}
+    state = jax.eval_shape(stacked.init, params)
+    with pytest.raises(ValueError, match=r"optax\.MultiSteps is around.\n(.*\n)+Fix: .* after"):
+        jax.eval_shape(stacked.update, grads, state, params)
 
 
 @pytest.mark.parametrize("inner", [optax.sgd(0.1), optax.adafactor(0.1), optax.lamb(0.1)])
@@ -282,6 +301,20 @@ def test_zero_before_the_mean_is_refused_where_types_show_it(inner, mesh_of):
     step = jax.shard_map(local, mesh=mesh_of(data=8), in_specs=(P(), P("data")), out_specs=P())
     with pytest.raises(ValueError, match=r"no mean yet.*\n.*\nFix: put so\.transforms"):
         step(jnp.ones(16), jnp.ones((8, 16)))
+
+
+WITH_MESH = {
+    "zero": lambda mesh, axis: T.zero(optax.adam(0.1), axis, mesh),
+    "on_mesh": lambda mesh, axis: T.on_mesh(MEAN, mesh, axis),
+    "per_device_grads": lambda mesh, axis: T.per_device_grads(jax.value_and_grad(sum), mesh, axis),
+}
+
+
+@pytest.mark.parametrize("name", WITH_MESH)
+@pytest.mark.parametrize("axis", ["batch", ("replica", "data"), None])
+def test_a_mesh_without_the_axis_is_refused_before_the_first_step(name, axis, mesh_of):
+    with pytest.raises((TypeError, ValueError), match=rf"^{name}: .*\nFix: "):
+        WITH_MESH[name](mesh_of(replica=2, data=4), axis)
 
 
 def test_zero_without_an_axis_or_a_mesh_says_what_to_pass():
@@ -415,15 +448,21 @@ def test_zero_of_any_optimizer_equals_one_device_in_every_loop(name, loop, mesh_
     assert stored <= whole_bytes / 8 + 8 * small
 
 
-WITH_COUNTS = ["adam", "lion", "clip_adamw", "multi_steps", "injected", "skip_anomalies"]
+KINDS = {"explicit": jax.sharding.AxisType.Explicit, "auto": jax.sharding.AxisType.Auto}
+WHOLE_LEAVES = ["adam", "lion", "clip_adamw", "multi_steps", "injected", "skip_anomalies"]
+"""Optimizers with counts; the other states also have arrays that no dim of which can be sharded."""
+WHOLE_LEAVES += ["muon", "adafactor", "soap"]
 
 
-@pytest.mark.parametrize("name", tiered(WITH_COUNTS, lambda name: name == "adam"))
-def test_a_step_with_zero_is_compiled_once_although_its_state_has_counts(name, mesh_of):
-    mesh = mesh_of(data=8)
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("name", tiered(WHOLE_LEAVES, lambda name: name in ("adam", "muon")))
+def test_a_step_with_zero_is_compiled_once_although_leaves_of_its_state_stay_whole(name, kind):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(KINDS[kind],))
     tx = T.zero(OPTIMIZERS[name](), "data", mesh)
     step = jax.jit(lambda params, state: tx.update(params, state, params))
-    params = jax.device_put({"w": np.ones((16, 8))}, jax.NamedSharding(mesh, P()))
+    params = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
+    if kind == "auto":
+        params = jax.device_put(params, jax.NamedSharding(mesh, P()))
     state = tx.init(params)
     for _ in range(3):
         _, state = step(params, state)
@@ -642,7 +681,7 @@ def test_a_chain_on_a_mesh_whose_updates_differ_is_refused_with_both_remedies(na
     tx = T.on_mesh(UNAVERAGED[name](), mesh_of(data=8), "data")
     params = {"w": jnp.ones(4)}
     state = tx.init(params)
-    remedies = r"on_mesh: updates differ .*\n  w\nFix: .*average_gradients.*own_params=True"
+    remedies = r"on_mesh: updates .* differ .*\n(.*w.*\n)+Fix: .*average_gradients.*own_params=True"
     with pytest.raises(ValueError, match=remedies):
         jax.jit(tx.update)({"w": jnp.ones((8, 4))}, state, params)
 
@@ -767,9 +806,6 @@ def test_links_combine_in_each_order(name, loop, mesh_of):
         result = np.asarray(params[leaf])
         result = result if loop == "shard_map" else result[0]
         np.testing.assert_allclose(result, value, atol=tolerance)
-
-
-KINDS = {"explicit": jax.sharding.AxisType.Explicit, "auto": jax.sharding.AxisType.Auto}
 
 
 @pytest.mark.parametrize(
@@ -962,6 +998,39 @@ def test_zero_warns_where_it_takes_the_dim_of_an_auto_tensor_axis(spec, kinds, w
     assert all("'data' takes dims that Auto axes shard" in message for message in messages)
     shards = state[0].trace["w"].sharding.shard_shape((64, 32))
     assert shards[0] * shards[1] == 64 * 32 // (8 if not warns and "tensor" in spec else 4)
+
+
+BEFORE_THE_MEAN = {
+    "momentum": lambda: optax.chain(optax.trace(0.9), MEAN),
+    "sum": lambda: optax.chain(optax.apply_every(2), MEAN),
+    "momenta masked": lambda: optax.chain(optax.masked(optax.trace(0.9), {"w": True}), MEAN),
+    "local without its link": lambda: optax.sgd(0.1, momentum=0.9),
+    "skipped": lambda: T.skip_anomalies(optax.chain(optax.trace(0.9), MEAN), loss_z=None),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE_THE_MEAN)
+@pytest.mark.parametrize("way", ["jit", "shard_map"])
+def test_a_state_that_differs_between_devices_without_a_mark_is_refused(name, way, mesh_of):
+    mesh = mesh_of(data=4)
+    tx = T.on_mesh(BEFORE_THE_MEAN[name](), mesh, "data", own_params="local" in name)
+    params = {"w": jnp.ones((4, 4, 4) if "local" in name else (4, 4))}
+    state, grads = jax.eval_shape(tx.init, params), {"w": jnp.ones((4, 4, 4))}
+
+    def local(grads, state, params):
+        return tx.update({"w": grads["w"][0]}, state, params)
+
+    specs = tx.specs(state)
+    step = tx.update
+    if way == "shard_map":
+        step = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(P("data"), specs, P("data") if "local" in name else P()),
+            out_specs=(P("data"), specs),
+        )
+    with pytest.raises(ValueError, match=r"on_mesh: updates or states differ .*\n(.*\n)+Fix: put"):
+        jax.eval_shape(step, grads, state, params)
 
 
 WITH_BRANCHES = {
