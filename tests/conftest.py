@@ -6,8 +6,8 @@ import os
 import shutil
 import sys
 
-# Where the environment says not to store bytecode, as in many containers, each process that a test
-# starts would compile the package for several seconds, and each worker all tests for ten.
+# Many containers tell python not to store bytecode. Then each process that a test starts would
+# compile the package for several seconds, and each worker would compile all tests for ten.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -29,8 +29,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from jaxtyping import install_import_hook
 
-# Where shapes are annotated. Elsewhere bad input must meet shardopt's own checks, as it does for
-# users.
+# These packages annotate shapes. Elsewhere bad input must meet shardopt's own checks, as it does
+# for users.
 install_import_hook(
     ["shardopt.collectives", "shardopt.models", "shardopt.data"], "beartype.beartype"
 )
@@ -59,8 +59,9 @@ def pytest_configure(config):
     if config.option.markexpr == "fast":
         config.option.markexpr = FAST
     if hasattr(config, "cache"):  # not with -p no:cacheprovider
-        # The workers of a run share programs, and the next run finds those that did not change. The
-        # key is the program with all flags, so code that is broken on purpose is compiled.
+        # The workers of a run share programs, and the next run finds the programs that did not
+        # change. The key is the program with all flags, so code that is broken on purpose is
+        # compiled.
         folder = config.cache.mkdir("xla")
         if (
             not hasattr(config, "workerinput")

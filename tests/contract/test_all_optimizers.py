@@ -1,5 +1,5 @@
-"""All of optax and optax.contrib, also what is added later: a transformation either trains as on one
-device, or is refused by its name.
+"""Each transformation of optax and optax.contrib trains as on one device, or is refused by its
+name. Transformations that optax adds later are tested too.
 
 A function that returns a transformation is found by its annotation. One without an annotation
 counts as one, unless `OTHERS` has its name. One with an argument that `ARGUMENTS` does not have fails

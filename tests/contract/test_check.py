@@ -372,7 +372,7 @@ def nothing(patch):
     """The fault is in the reducer itself."""
 
 
-# What they are planted in
+# Strategies with planted faults
 
 
 def plain(name, mesh, *, model="odd", tx=TX, reducer=None, **how):

@@ -1,5 +1,5 @@
-"""Contract 4: the compiled step sends what the placement table says, over the axis it says, and
-nothing more in loops.
+"""Contract 4: the compiled step sends the bytes of the placement table, over the axes of the table,
+and nothing more in loops.
 """
 
 import math
@@ -29,8 +29,8 @@ MESHES = [
     {"data": 1},
 ]
 TABLE = [(name, sizes, count) for name in STRATEGIES for sizes in MESHES for count in (1, 2)]
-# Of every strategy data alone in micro-batches, and of zero1 and fsdp all axes in one step. The
-# rest is slow.
+# Every strategy has a quick row with data alone, in micro-batches. zero1 and fsdp have one with all
+# axes, in one step. All other rows are slow.
 QUICK = [({"replica": 2, "data": 2, "tensor": 2}, 1), ({"data": 8}, 2)]
 
 MODEL = so.BlockModel(
@@ -58,7 +58,9 @@ def abstract_params():
 
 
 def stated_table(strategy, opt, micro_batches, axes=("replica", "data")):
-    """What the docstrings of ddp, zero and fsdp say, in bytes, from the report of what is split."""
+    """Return the bytes that the docstrings of ddp, zero and fsdp state, from the report of split
+    leaves.
+    """
     sizes = opt.config.mesh_shape
     data = sizes["data"]
     split = {"blocks": 0, "outer": 0}
@@ -145,8 +147,8 @@ def test_the_compiled_step_sends_what_the_table_says(strategy, sizes, micro_batc
     tiered(list(STRATEGIES), lambda name: name in ("ddp", "fsdp")),
 )
 def test_wire_bytes_are_those_of_algorithms_md(strategy, mesh_of):
-    """Of the ring formulas, with Psi the bytes of all leaves (those left whole are less than a
-    percent).
+    """The bytes follow the ring formulas. Psi is the bytes of all leaves: leaves that stay whole
+    are less than a percent.
     """
     opt = STRATEGIES[strategy](optax.adamw(1e-3), mesh_of(data=8), MODEL)
     report = audit(

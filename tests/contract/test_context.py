@@ -219,8 +219,8 @@ def test_replicas_that_train_apart_have_context_within(mesh_of, x64):
 
 
 def test_stages_have_context_within(mesh_of, x64):
-    """Gradients of a stage are summed over context, and those of the outer leaves over the stages
-    too.
+    """Gradients of a stage are summed over context. Gradients of the outer leaves are summed over
+    the stages too.
     """
 
     def loss(outer, x, batch):

@@ -76,8 +76,8 @@ def test_equals_one_device_on_the_union_batch(row, mesh_of):
         losses, norms = np.array(losses_and_norms).T
         expected_losses, expected_norms = np.array(expected).T
         np.testing.assert_allclose(losses, expected_losses, rtol=tolerance)
-        # A norm is that of the parameters' last rounding, not of their sum: in fp32 it wanders
-        # sooner.
+        # A norm depends on the last rounding of the parameters, not on their sum: in fp32 it
+        # wanders sooner.
         np.testing.assert_allclose(
             norms, expected_norms, rtol=tolerance * (10 if row["dtype"] == "float32" else 1)
         )

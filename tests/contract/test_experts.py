@@ -1,5 +1,5 @@
-"""An expert axis: it splits rows as data does, and leaves of experts, to which the loss sends
-tokens itself.
+"""An expert axis splits rows as data does, and splits leaves of experts. The loss itself sends
+tokens to experts.
 
 The layer here gathers tokens and scatters results, in a few lines; `so.nn.mixture_of_experts` is
 tested in tests/rooms/nn."""
@@ -235,7 +235,7 @@ def penalised(params, batch):
 
 
 def test_experts_used_elsewhere_than_in_their_layer_are_refused(mesh_of):
-    """A penalty on weights would be that of one device's experts."""
+    """A penalty on weights would count only one device's experts."""
     opt = strategy("ddp", mesh_of(expert=2), penalised, view="per_device")
     with pytest.raises(so.errors.NotSeparableError) as caught:
         opt.step(opt.init(params(penalised)), batches(1)[0])

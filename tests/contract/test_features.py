@@ -1,4 +1,4 @@
-"""What a loss may ask for: aux metrics, rng, frozen and updated leaves, half precision, extra optax
+"""A loss may ask for aux metrics, rng, frozen and updated leaves, half precision and extra optax
 arguments.
 """
 
@@ -192,7 +192,7 @@ def test_batch_statistics_of_nnx_live_in_frozen_leaves(mesh_of):
     state, _ = opt.step(state, X)
     halves = []
     for half in (X[:8], X[8:]):
-        # modules change what they are merged from
+        # modules change the values that they are merged from
         net = nnx.merge(graph, weights, jax.tree.map(jnp.copy, batch_stats))
         net(half)
         halves.append(np.asarray(net.norm.mean[...]))

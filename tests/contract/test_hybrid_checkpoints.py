@@ -93,7 +93,7 @@ def test_a_run_goes_on_anywhere(case, mesh_of, tmp_path):
     "source", tiered(["fsdp", "v-shaped", "ddp"], lambda source: source == "ddp")
 )
 def test_a_run_comes_into_a_pipeline_from_anywhere(source, case, mesh_of, tmp_path):
-    """And a pipeline of chunks restores what it saved bit for bit."""
+    """A pipeline of chunks also restores its own checkpoint bit for bit."""
     opt = others(mesh_of, case)[source]
     state = train(opt, opt.init(case.params, jax.random.key(1)), case.batches[:2])
     pipeline = hybrid(mesh_of(data=2, pipeline=4), case, "interleaved")
@@ -106,7 +106,7 @@ def test_a_run_comes_into_a_pipeline_from_anywhere(source, case, mesh_of, tmp_pa
 
 @pytest.mark.slow
 def test_the_state_is_in_the_order_of_the_model(case, mesh_of):
-    """Each block is what it was given, before the first step and, but for the learning, after it."""
+    """Before the first step each block has its given values; after it, the values that ddp learns."""
     plain = so.ddp(TX, mesh_of(data=2), case.loss_fn)
     expected = plain.init(case.params)
     after = train(plain, plain.init(case.params), case.batches[:1])

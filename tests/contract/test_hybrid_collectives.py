@@ -1,5 +1,5 @@
-"""The compiled pipeline sends what the schedule's table and the placement say, on the axis they
-say, and nothing more.
+"""The compiled pipeline sends the bytes that the schedule's table and the placement state, on the
+stated axis, and nothing more.
 """
 
 import itertools
@@ -72,7 +72,7 @@ def make(schedule, placement, mesh, remat=False, micro_batches=4):
 
 
 def stated_table(schedule, placement, sizes, remat):
-    """What the docstring of hybrid says, in bytes, per device."""
+    """Return the bytes per device that the docstring of hybrid states."""
     data, tensor, replica = sizes["data"], sizes.get("tensor", 1), sizes.get("replica", 1)
     ticks, k = schedule.num_ticks, LAYERS // (schedule.num_stages * schedule.num_chunks)
     activation = 4 * ROWS // (data * replica) // schedule.num_micro_batches * WIDTH

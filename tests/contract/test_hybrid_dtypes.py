@@ -1,4 +1,4 @@
-"""Half precision in a pipeline: what is stored, what travels, and in what sums are taken."""
+"""Half precision in a pipeline: the dtypes of stored leaves, of messages and of sums."""
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +123,7 @@ def test_gathers_in_half_precision_send_half(mesh_of):
     "schedule", tiered(["eager_one_f_one_b", "zero_bubble"], lambda name: name == "zero_bubble")
 )
 def test_sums_over_micro_batches_are_taken_in_fp32(schedule, mesh_of):
-    """A thousandth beside a one is lost in a bfloat16 sum; 32 of them are not, in an fp32 one."""
+    """A bfloat16 sum loses 1/128 next to 4. An fp32 sum keeps all 31 of these small terms."""
     values = np.full((32, 1), 1 / 128, np.float32)
     values[0] = 4.0  # 4 + 1/128 is 4 in bfloat16
     scaling_model = so.BlockModel(

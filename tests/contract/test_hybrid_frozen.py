@@ -1,4 +1,6 @@
-"""Frozen blocks cost no weight pass, and with what comes before them frozen too no backward pass."""
+"""Frozen blocks cost no weight pass. If the leaves before them are frozen too, they cost no
+backward pass.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +25,7 @@ PARAMS = jax.tree.map(
 
 @pytest.mark.parametrize(
     ("frozen", "passes"),
-    # the three passes of what is not frozen are counted in test_hybrid_memory.py too
+    # test_hybrid_memory.py counts the three passes of blocks that are not frozen too
     tiered([((), 3), (("^blocks",), 2), (("^blocks", "^in"), 1)], lambda row: row[1] < 3, ids=str),
 )
 def test_frozen_blocks_skip_what_nobody_reads(frozen, passes, mesh_of):

@@ -66,7 +66,9 @@ def slot_bytes(remat):
 
 
 def row_bytes(table):
-    """What a stage has of a row of the table: 32 bits a column, and where a pass reads its input."""
+    """Return the bytes of a row of the table on a stage: 4 a column, and 8 for where a pass reads
+    its input.
+    """
     columns = table.table().values()
     return 4 * sum(1 if column.ndim == 2 else column.shape[-1] for column in columns) + 8
 
@@ -92,7 +94,7 @@ def test_memory_and_program_do_not_grow_with_the_micro_batches(schedule, remat, 
         for count, (program, table) in programs.items()
     }
     slots = {count: table.num_slots for count, (_, table) in programs.items()}
-    if schedule == "gpipe":  # an input a micro-batch, all of them small beside the rest
+    if schedule == "gpipe":  # an input a micro-batch, small next to all other buffers
         growth = [(temporary[2 * m] - temporary[m]) / m for m in (8, 16, 32)]
         np.testing.assert_allclose(growth, slot_bytes(remat=True), rtol=0.2)
     else:
@@ -109,7 +111,9 @@ def test_memory_grows_by_what_the_table_keeps_of_a_micro_batch(name, mesh_of):
     mesh, message = mesh_of(data=1, pipeline=STAGES), ROWS * WIDTH * 4
 
     def kept(table):
-        """Residuals of a chunk and its output for the loss; what waits."""
+        """Return the bytes of the residuals of chunks, of their outputs for the loss, and of
+        waiting messages.
+        """
         waiting = table.num_input_slots + table.num_cotangent_slots
         return (
             table.num_slots * (slot_bytes(remat=False) / table.num_chunks + message)
@@ -134,7 +138,7 @@ def test_the_loop_carries_the_slots_of_the_table(mesh_of):
         (types,) = re.findall(r"stablehlo\.while.*?\) : (.*)", program.as_text())[:1]
         buffers = re.findall(rf"tensor<(\d+)x{ROWS}x({WIDTH}|{2 * WIDTH})xf32>", types)
         carried.append(sum(4 * ROWS * int(count) * int(width) for count, width in buffers))
-        # the others take the loss of what they have just run
+        # the other schedules take the loss of the output that they have just computed
         outputs = table.num_slots if name == "one_f_one_b" else 0
         waiting = table.num_input_slots + table.num_cotangent_slots + outputs
         expected.append(
@@ -157,7 +161,7 @@ def temporary_bytes():
 def test_memory_follows_the_slots_of_the_table():
     """`one_f_one_b` keeps S where the eager one keeps 2 S - 1.
 
-    The difference is what the table says.
+    The table states the difference.
     """
     flags = os.environ["XLA_FLAGS"].replace(
         "--xla_cpu_enable_concurrency_optimized_scheduler=false", ""
@@ -189,9 +193,9 @@ def test_memory_follows_the_slots_of_the_table():
 
 
 def test_the_loop_over_one_block_stays_and_tells_how_often_it_turns(mesh_of):
-    """XLA dissolves what it knows to turn once, and then copies ring buffers on TPU.
+    """XLA dissolves a loop that is known to turn once, and then copies ring buffers on TPU.
 
-    A reader of the program is told.
+    The program tells its reader how often the loop turns.
     """
     program, schedule = compiled("interleaved", 4, mesh_of(data=1, pipeline=STAGES))
     loops = [

@@ -1,5 +1,5 @@
-"""`hybrid(placement="fsdp_once")`: blocks gathered once a step equal one device, send once what is sent
-every pass, and hold it.
+"""`hybrid(placement="fsdp_once")`: blocks that are gathered once a step equal one device. They send
+weights once a step, where `fsdp` sends them in every pass, and hold them.
 """
 
 import jax
@@ -107,9 +107,9 @@ def test_what_it_sends_and_what_it_holds(mesh_of):
         ),
         strict=True,
     )
-    assert held[0] == held[1] < held[2]  # between steps: shards, of parameters too
-    # all weights of a stage, and its gradients unsharded: those of one block less, which are
-    # gathered and scattered in turn
+    assert held[0] == held[1] < held[2]  # between steps: only shards, also of the parameters
+    # all weights of a stage, and its unsharded gradients, less one block that is gathered and
+    # scattered in turn
     assert stage <= temporary[0] - temporary[1] <= 2.5 * stage
     assert temporary[0] - temporary[2] <= 1.6 * stage  # zero1 keeps the weights anyway
 

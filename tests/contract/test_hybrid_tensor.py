@@ -1,4 +1,6 @@
-"""What the partitioner puts inside a block must not wait for stages that do something else."""
+"""Collectives that the partitioner puts inside a block must not wait for stages that do something
+else.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Stages of unequally many blocks equal one device, run what they have and nothing else, and keep
+"""Stages of unequally many blocks equal one device, run their own blocks and no others, and keep
 the user's own leaves.
 """
 
@@ -210,7 +210,7 @@ OPTIMIZER = {
 @pytest.mark.slow  # test_hybrid_checkpoints.py
 @pytest.mark.parametrize("optimizer", tiered(OPTIMIZER, lambda name: name == "momentum"))
 def test_a_run_goes_on_in_equal_stages_and_on_one_device(optimizer, mesh_of, tmp_path):
-    """A line search differentiates evaluation, in which blocks that are not there are skipped too."""
+    """A line search differentiates evaluation, which skips blocks that are not there too."""
     tx = OPTIMIZER[optimizer]()
     uneven = make(mesh_of(data=1, pipeline=2), tx=tx, placement="fsdp")
     batches = np.random.default_rng(1).normal(size=(3, 16, 4)).astype(np.float32)

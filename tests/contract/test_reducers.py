@@ -83,7 +83,7 @@ def held(tree):
 
 
 def test_bytes_of_a_device_are_what_the_docstrings_state(mesh_of):
-    """ddp with Adam: 12 a parameter; 4 more for what is not sent."""
+    """ddp with Adam takes 12 bytes a parameter, and 4 more for values that are not sent."""
     case = block_problem("nnx", weighted=True, num_blocks=4, rows=16, steps=1)
     abstract = jax.eval_shape(lambda: jax.tree.map(lambda x: x.astype(jnp.float32), case.params))
     psi = 4 * sum(leaf.size for leaf in jax.tree.leaves(abstract))

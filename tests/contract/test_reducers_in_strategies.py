@@ -101,7 +101,9 @@ def apart(tree):
 
 
 def of_one_problem(make):
-    """A large leaf that is split over some other axis beside small ones that stay whole there."""
+    """Return a case with a large leaf, split over another axis, and small leaves that stay whole
+    there.
+    """
 
     def block(w, x):
         return x + jnp.tanh(x @ w["kernel"]) * w["scale"][None]
@@ -196,7 +198,7 @@ def test_a_step_that_is_skipped_uses_up_no_memory_anywhere(reducer, mesh_of):
     tiered([{"data": 4}, {"data": 2, "tensor": 2}], lambda sizes: "tensor" in sizes, ids=str),
 )
 def test_int8_of_an_exactly_representable_grid_is_exact(sizes, mesh_of):
-    """Each device's gradient, and their mean, is a whole multiple of what a block's scale can say."""
+    """Each device's gradient, and their mean, is a whole multiple of the scale of a block."""
     x = np.repeat(
         np.tile(np.array([[127, 254, -127, 0], [381, 254, 127, 0]], np.float32), (2, 1)), 2, axis=0
     )
@@ -253,9 +255,9 @@ def test_specs_are_the_shardings_and_the_second_step_compiles_nothing(row, reduc
     ids=name_of,
 )
 def test_the_compiled_step_sends_what_the_reducer_states(row, reducer, mesh_of):
-    """Of local shapes: halves over tensor, the blocks of a stage.
+    """The reducer states bytes of local shapes: halves over tensor, the blocks of a stage.
 
-    Beside it only loss and weight cross the data axes.
+    Apart from these bytes, only loss and weight cross the data axes.
     """
     case, opt = build(row, reducer, mesh_of)
     state = opt.abstract_state(jax.eval_shape(lambda: case.params))
@@ -278,8 +280,8 @@ def test_the_compiled_step_sends_what_the_reducer_states(row, reducer, mesh_of):
 
 
 def gathered_bytes(opt, state):
-    """What ZeRO 1 gathers over data after the update, a ring: (N - 1) / N of what a device holds of
-    split leaves.
+    """Return the bytes that ZeRO 1 gathers over data after the update. In a ring they are (N - 1) /
+    N of the bytes of split leaves on a device.
     """
     count = opt.mesh.shape["data"]
     rows = {row.path: row for row in opt.config.report().rows}
@@ -330,8 +332,8 @@ def test_what_is_no_reducer(mesh_of):
 
 @pytest.mark.slow  # reducers/test_laws.py
 def test_error_feedback_learns_where_plain_compression_stalls(mesh_of):
-    """Of a quadratic, sending one entry in ten: what is not sent is sent later, so the optimum is
-    still found.
+    """One entry in ten of the gradient of a quadratic is sent. Each other entry is sent later, so
+    training still finds the optimum.
     """
     draw = np.random.default_rng(2)
     # each device's own; the mean is what all want

@@ -1,6 +1,4 @@
-"""`benchmarks/beside_maxtext.py` without a compiler: rows, what is compared with what, the table
-and the picture.
-"""
+"""`benchmarks/beside_maxtext.py` without a compiler: rows, comparisons, the table and the picture."""
 
 import json
 
@@ -131,7 +129,7 @@ def test_a_program_says_which_commit_compiled_it(script):
 
 
 def test_what_is_published_is_what_was_compiled(script):
-    """The table of docs/notes/maxtext.md is that of the JSON."""
+    """The table of docs/notes/maxtext.md shows the numbers of the JSON."""
     results = json.loads(script.RESULTS.read_text())["results"]
     text = (ROOT / "docs" / "notes" / "maxtext.md").read_text()
     for line in script.table(results).splitlines():

@@ -1,5 +1,5 @@
-"""Every python block in the pages runs as it stands, those of a page one after another in one
-namespace.
+"""Every python block in the pages runs as it stands. The blocks of a page run one after another in
+one namespace.
 """
 
 import ast
@@ -93,10 +93,10 @@ def missing_names(block):
 
 
 def exists(name):
-    """Return whether a dotted name is a module, or what a chain of attributes of a module gives.
+    """Return whether a dotted name is a module, or a chain of attributes of a module.
 
-    The chain of an attribute ends at a value that is no module and no class: what a call returns is
-    not known here."""
+    The chain ends at a value that is no module and no class: the result of a call is not known
+    here."""
     value = importlib.import_module("shardopt")
     for part in name.split(".")[1:]:
         if not hasattr(value, part):

@@ -1,5 +1,5 @@
-"""What is no python in the pages is checked too: shell by its grammar, commands by their parser,
-yaml by its form.
+"""Blocks of the pages that are no python are checked too: shell by its grammar, commands by their
+parser, yaml by its form.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ def test_a_command_is_one(line):
     if isinstance(options, LaunchOptions):
         assert command
         options = parse(command, TrainOptions()) if command[0] == "train" else None
-    # what a resumed one leaves out is in its folder
+    # the folder of a resumed run has the options that its command leaves out
     if options is not None and not options.run.resume:
         check_options(options)
         pipelined = options.where.strategy == "hybrid"

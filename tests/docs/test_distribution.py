@@ -1,4 +1,4 @@
-"""The wheel and the source distribution: what is in them, and that a bare virtual environment can
+"""The wheel and the source distribution have the right files, and a bare virtual environment can
 use them.
 """
 
@@ -106,7 +106,8 @@ def test_the_command_and_the_python_are_said(built):
 def imported():
     """Return {package: [modules that import it]} of all that is neither Python's nor ours.
 
-    What is a program too, and must not wait for shardopt, imports modules beside it by their names.
+    A module that is a program too must not wait for shardopt: it imports modules of its folder by
+    their names.
     """
     importers = {}
     for path in (ROOT / "shardopt").rglob("*.py"):
@@ -179,8 +180,8 @@ def test_the_wheel_made_of_the_source_distribution_is_the_same(built, tmp_path):
 
 @pytest.mark.slow
 def test_a_bare_environment_can_use_it(built, tmp_path):
-    """Installed with what it requires and nothing else: it imports, trains, and names the extra of
-    its command, which then works.
+    """shardopt is installed with its requirements and nothing else. It imports, trains, and names
+    the extra of its command, which then works.
     """
     folder, environment = (
         tmp_path / "venv",

@@ -1,4 +1,4 @@
-"""The figures in the pages are those of the results files, and of the schedules."""
+"""The figures in the pages show the numbers of the results files, and of the schedules."""
 
 import json
 import re

@@ -27,8 +27,8 @@ def sources(notebook):
 
 
 def shown(notebook):
-    """Return what each cell shows, by kind: "stream", or the richest form of a result: image before
-    html before text.
+    """Return the kinds of output of each cell: "stream", or the richest form of a result. An image
+    is richer than html, and html than text.
     """
     cell_kinds = []
     for cell in notebook.cells:
@@ -38,7 +38,7 @@ def shown(notebook):
             if output.output_type != "stream" or output.name == "stdout"
         ]
         kinds = [min(output.data) if "data" in output else output.output_type for output in outputs]
-        # what a cell prints may arrive in pieces
+        # the output of a cell may arrive in pieces
         cell_kinds.append(
             [
                 kind

@@ -1,5 +1,5 @@
-"""The notes: dates and versions are those of the results files, and scripts print the tables that
-the notes show.
+"""The notes have the dates and versions of the results files, and scripts print the tables that the
+notes show.
 """
 
 import importlib

@@ -1,6 +1,4 @@
-"""The peers benchmark: tables in docs are those of the results, and only equal
-computations are compared.
-"""
+"""The peers benchmark: tables in docs show the results, and only equal computations are compared."""
 
 import importlib
 import json
@@ -195,7 +193,7 @@ def test_the_copy_moves_as_many_bytes_as_the_update(load):
     update, copy = gpu.jax_pair(8 * 4096)
     assert 2 * copy().nbytes == gpu.UPDATE_BYTES * 8 * 4096  # read and written
     update()
-    update()  # what it donates is replaced
+    update()  # the donated array is replaced
     rates = gpu.rates_of("jax", 8 * 4096, 1)
     assert set(rates) == {"update_bytes_per_second", "copy_bytes_per_second"}
     assert all(rate > 0 for rate in rates.values())

@@ -1,4 +1,4 @@
-"""The stable names: their signatures are those of the last release, or the changelog says that they
+"""The stable names have the signatures of the last release, or the changelog says that they
 changed.
 """
 

@@ -1,10 +1,10 @@
 """Step times of compiled programs: small schedules as XLA:TPU writes them, with sums that are
 worked out by hand.
 
-The chip of these tests does in a nanosecond one cycle, one flop, one byte of memory, one byte over
-the links of an axis of its torus, and a tenth of a byte between slices. So cycles and bytes are
-nanoseconds. An all-gather of f32[8000] over 8 devices sends 7/8 x 32,000 = 28,000 bytes: 28,000 ns
-over one axis of the torus, 14,000 over both."""
+In a nanosecond the chip of these tests does one cycle, one flop and one byte of memory. It sends
+one byte over the links of an axis of its torus, and a tenth of a byte between slices. So cycles and
+bytes are nanoseconds. An all-gather of f32[8000] over 8 devices sends 7/8 x 32,000 = 28,000 bytes:
+28,000 ns over one axis of the torus, 14,000 over both."""
 
 import json
 import re
@@ -172,7 +172,7 @@ def test_transfers_over_different_mesh_axes_do_not_meet():
 
 
 def test_a_synchronous_collective_waits_for_the_one_under_way():
-    # 0 to 14,000 and 14,000 to 28,000, of which 10,000 were hidden
+    # 0 to 14,000 and 14,000 to 28,000; work hid 10,000 of it
     start = gather("s", opcode="all-gather-start", shape="(f32[1000]{0}, f32[8000]{0})")
     step = seconds(start, work("a", 10_000), gather("g"), "%d = f32[8000]{0} all-gather-done(%s)")
     assert sums(step) == [28_000, 10_000, 18_000, 10_000]
@@ -242,7 +242,7 @@ def piece(name, config):
 
 
 def test_a_collective_that_is_spread_over_fusions_runs_from_the_first_to_the_last():
-    # in a ring, so over one axis: 28,000 from the start; 10,000 + 2,000 beside it
+    # in a ring, so over one axis: 28,000 from the start; 10,000 + 2,000 at the same time
     config = '{"async_collective_fusion_config":{"flag_start":"-1","flag_end":"-1"}}'
     definitions = "".join(piece(name, config) for name in ("first", "middle", "last"))
     step = seconds(
@@ -262,7 +262,7 @@ def test_of_a_branch_the_dearest():
         f" {line}\n}}\n"
         for name, line in (("one", work("a", 9_000, inputs="%q")), ("two", gather("g", "%q")))
     )
-    # 14,000 of a collective is dearer than 9,000 of work
+    # 14,000 of a collective is more than 9,000 of work
     chosen = "%c = f32[1000]{0} conditional(%p, %p, %p), branch_computations={%one, %two}"
     assert sums(seconds(chosen, more=branches)) == [14_000, 0, 14_000, 0]
 
@@ -326,8 +326,8 @@ def test_a_called_computation_runs_in_place():
 
 
 def test_between_slices_it_is_the_network():
-    # an all-reduce of 4,000 bytes over 2 slices: 2 x 1/2 x 4,000 at a tenth of a byte, 40,000, of
-    # which 10,000 hidden
+    # an all-reduce of 4,000 bytes over 2 slices: 2 x 1/2 x 4,000 at a tenth of a byte, 40,000; work
+    # hides 10,000
     words = (
         '_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="r"'
     )

@@ -1,4 +1,4 @@
-"""`benchmarks/watch_compilers.py` without a compiler: what a folder of versions holds."""
+"""`benchmarks/watch_compilers.py` without a compiler: the contents of a folder of versions."""
 
 import json
 

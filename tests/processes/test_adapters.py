@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The folder, and what the processes said."""
+    """Return the folder, and the reports of the processes."""
     folder = tmp_path_factory.mktemp("adapters")
     config, shapes, _ = oracle.read_case("llama3")
     oracle.write_folder(folder / "model", config, shapes)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow  # four processes
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What each process found, and where they saved."""
+    """Return the results of each process, and the folder with their checkpoint."""
     folder = tmp_path_factory.mktemp("pipeline")
     return [json.loads(said.last) for said in run_processes(worker.__file__, 4, folder)], folder
 

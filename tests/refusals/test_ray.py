@@ -112,8 +112,8 @@ def test_strategies_cannot_cross(message_of):
 
 
 def test_who_hangs(monkeypatch):
-    """Not those that wait or compile, nor those whose process has ended, nor any while the caller
-    evaluates; and each once.
+    """A worker that waits, that compiles or whose process has ended does not hang. While the caller
+    evaluates no worker hangs, and each one is named once.
     """
     now = [0.0]
     monkeypatch.setattr("shardopt.parameter_server._ray.time.monotonic", lambda: now[0])

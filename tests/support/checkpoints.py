@@ -26,7 +26,7 @@ def same():
 
 @pytest.fixture(scope="session")
 def complaint_of():
-    """Return a function that calls what must fail, and returns the whole message."""
+    """Return a function that calls an action that must fail, and returns its whole message."""
 
     def call(action, kind=so.errors.CheckpointError):
         with pytest.raises(kind) as caught:

@@ -82,7 +82,7 @@ def full_config(config):
 class Theirs:
     """Models of transformers with the weights of `oracle.weight`.
 
-    Those of one form share a file.
+    Models of one form share a file.
     """
 
     def __init__(self, folder):

@@ -1,4 +1,4 @@
-"""Attention on a mesh with a context axis, beside the same on one device."""
+"""Attention on a mesh with a context axis, and the same attention on one device."""
 
 import functools
 import math

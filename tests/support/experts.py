@@ -47,8 +47,8 @@ def drawn(
 
 def dense(weights, x, router, *, top_k, score="softmax", normalize=True, bias=None, groups=None, scale=1.0, shared=None,
           activation=jax.nn.silu):  # fmt: skip
-    """Return y and statistics: every expert of every token, of which those that numpy would choose
-    one by one count.
+    """Return y and statistics. Every expert computes every token, and the experts count that numpy
+    would choose one by one.
     """
 
     def mlp(w, x):
@@ -125,7 +125,7 @@ def on_one_device(args, **how):
 
 
 def program(mesh, args, *, travels=True, **how):
-    """Return results in the per-device view, as the step makes it: gradients of what is replicated
+    """Return results in the per-device view, as the step makes it: gradients of replicated leaves
     are summed.
     """
     rows = ("data", "expert")

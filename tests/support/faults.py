@@ -28,7 +28,7 @@ WIDTH = 8
 
 
 class Fault(NamedTuple):
-    """A fault: its device, its site, and which bits of which leaf it changes."""
+    """A fault: its device, its site, and the leaf and the bits that it changes."""
 
     device: int
     site: str
@@ -71,7 +71,7 @@ def damaged(x, code, active):
 def at_site(site, x, code, leaf=None, leaves=1):
     active = code[0] == SITES.index(site)
     active = active if leaf is None else active & (code[4] % leaves == leaf)
-    # bits have no gradient: the backward pass is that of a device that computed x right
+    # bits have no gradient: the backward pass runs as if the device had computed x right
     run = jax.custom_vjp(damaged)
     run.defvjp(lambda *args: (damaged(*args), None), lambda _, dx: (dx, None, None))
     return run(x, code, active)
@@ -267,7 +267,7 @@ def faulty(batch, fault, shift=0):
 
 
 def with_faulty_shard(state, fault, mesh):
-    """Return a state in which the shard of a device of one float leaf has the fault."""
+    """Return a state that has the fault in the shard of one float leaf on one device."""
     leaves, treedef = jax.tree.flatten(state)
     floats = [i for i, leaf in enumerate(leaves) if leaf.dtype == jnp.float32]
     chosen = floats[fault.leaf % len(floats)]

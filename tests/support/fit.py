@@ -67,7 +67,7 @@ def same():
 def memory():
     """Return a function that makes checkpoints kept in memory.
 
-    What is saved arrives only with `wait`, as on a disk that takes its time. Passing the same
+    A saved state arrives only with `wait`, as on a disk that takes its time. Passing the same
     `disk` again is opening the same folder again."""
 
     def make(every, *, disk=None, resume=False):

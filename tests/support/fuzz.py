@@ -1,4 +1,4 @@
-"""Inputs of all kinds for what reads them, and what may come of it: a result, or an error that was
+"""Inputs of all kinds for functions that read them. The outcome is a result, or an error that was
 written for people.
 """
 
@@ -32,7 +32,7 @@ def fuzz(prop, *strategies, count):
 
 
 def outcome(action, *starts):
-    """Return (what the action returned, None), or (None, message) of a documented error.
+    """Return (result of the action, None), or (None, message) of a documented error.
 
     Fail for any other and for hangs.
 

@@ -1,5 +1,5 @@
-"""Which leaves go through a reducer together: those that are split over the same axes, apart from
-those of the mean.
+"""Leaves go through a reducer together if they are split over the same axes, apart from the axes of
+the mean.
 """
 
 import jax
@@ -22,7 +22,7 @@ def groups_of(leaves, over):
 
 
 def stated_bytes(reducer, leaves, over, paths=None):
-    """Return what a reducer states for leaves as each device holds them, group by group.
+    """Return the bytes that a reducer states for leaves as each device holds them, group by group.
 
     Some look at key paths.
     """

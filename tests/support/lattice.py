@@ -52,7 +52,7 @@ def _has(
 
 
 def implied(rng: np.random.Generator) -> str | None:
-    """Return why a relation is said to imply another, and does not.
+    """Return why a relation does not imply another one, although `implies` says so.
 
     Marks of draws do not count.
     """

@@ -1,6 +1,4 @@
-"""A small transformer under a layout: what is predicted of it, and the step that is really
-compiled.
-"""
+"""A small transformer under a layout: the prediction, and the step that is really compiled."""
 
 import dataclasses
 import functools
@@ -167,8 +165,8 @@ def compiled(layout, batch_size, shape=SHAPE):
 
 
 def disagreements(layout, batch_size, shape=SHAPE):
-    """Return in which respects prediction and compiled step differ: bytes held, bytes sent over an
-    axis, flops.
+    """Return the quantities that differ between prediction and compiled step: bytes held, bytes
+    sent over an axis, flops.
     """
     placed, held, sent = predicted(layout, batch_size, shape)
     program, table = compiled(layout, batch_size, shape), layout.table()
@@ -187,14 +185,14 @@ def disagreements(layout, batch_size, shape=SHAPE):
 
     sizes = {axis: size for axis, size in layout.sizes.items() if axis != "replica" or size > 1}
     collectives = so.hlo.audit(program, mesh=sizes, schedule=table).collectives
-    # XLA:CPU of jax 0.10 makes one of the gather of a forward that runs again and that of the
+    # XLA:CPU of jax 0.10 merges the gather of a forward that runs again with the gather of the
     # backward after it
     merged = layout.remat and layout.pipeline == 1 and jax.__version_info__ < (0, 11)
     for axis, wire in sent.items():
         if axis == "context" and merged:
             continue
-        # what goes over several axes at once counts for the first of them: nothing else but sums of
-        # the loss does
+        # bytes that go over several axes at once count for the first axis: only sums of the loss do
+        # so
         mine = [
             collective
             for collective in collectives

@@ -15,12 +15,12 @@ ROWS = 32
 
 
 class MixingLoss(NamedTuple):
-    """A loss in which a row's part depends on other rows.
+    """A loss whose part of a row depends on other rows.
 
     Attributes:
       loss_fn: `loss_fn(params, batch) -> scalar`.
-      params: what it is trained from, float64 numpy arrays whose dims eight devices divide, and a
-        few that they do not.
+      params: the start of training, float64 numpy arrays. Eight devices divide the dims of most of
+        them.
       make_batch: `make_batch(draw, rows=32)`, whose rows differ in scale and weight, so that every
         share of them shows.
     """

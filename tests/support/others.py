@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a strategy is told of it."""
+        """Return the options that a strategy takes for it."""
         return {"rules": self.rules} | (
             {"view": "global"} if self.mixing or self.constrained else {}
         )

@@ -50,7 +50,7 @@ def lighten(rows: list[dict], name: str, value) -> list[dict]:
 
 
 def few(rows: list[dict], times: int = 1, *, start: Sequence[dict] = ()) -> list[dict]:
-    """Return few of the rows, found greedily, in which each value of each factor comes so often.
+    """Return few of the rows, found greedily. Each value of each factor comes so often in them.
 
     `start` is among them.
     """

@@ -1,4 +1,4 @@
-"""Where things are, for tests in folders of any depth."""
+"""The paths of folders, for tests in folders of any depth."""
 
 from pathlib import Path
 

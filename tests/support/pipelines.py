@@ -1,5 +1,5 @@
-"""What the tests of pipelines share: schedules by name, sizes that they take, models whose blocks
-can be cut.
+"""The tests of pipelines share schedules by name, sizes that schedules take, and models whose
+blocks can be cut.
 """
 
 import functools

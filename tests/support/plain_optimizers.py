@@ -8,7 +8,7 @@ def adam_step(m, v, t, b1, b2, eps):
 
 
 def soap(grads, *, b1, b2, eps, ridge, interval, first=10):
-    """Yield what is to be subtracted, for a learning rate of 1."""
+    """Yield the values to subtract, for a learning rate of 1."""
     m = v = left_factor = right = 0
     p, q = (np.eye(n) for n in grads[0].shape)
     for t, g in enumerate(grads):

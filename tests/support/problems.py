@@ -18,7 +18,7 @@ BATCH = 32
 
 
 class Problem(NamedTuple):
-    """`loss_fn` is what a strategy gets; `reference` is the same loss for one device, a scalar."""
+    """A strategy gets `loss_fn`; `reference` is the same loss for one device, a scalar."""
 
     params: Any
     loss_fn: Any

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Said(NamedTuple):
-    """What a process said.
+    """The output of a process.
 
     `last` is the last line of its standard output, as gloo talks there too.
     """
@@ -31,10 +31,11 @@ class Said(NamedTuple):
 
 
 def run_processes(script, count, folder, *, strict=True, timeout=300) -> list[Said]:
-    """Run a script as `count` processes that find each other at PORT, and return what each said.
+    """Run a script as `count` processes that find each other at PORT, and return the output of
+    each.
 
-    With `strict` warnings are errors in them too. One that fails fails the test, with what all
-    said; none is left over."""
+    With `strict` warnings are errors in them too. A process that fails fails the test, with the
+    output of all processes; none is left over."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -79,8 +79,8 @@ def train(
 
 
 def jitted(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Return a transformation of which `init` and `update` are one program each, for a loop that
-    calls them op by op.
+    """Return a transformation whose `init` and `update` are one program each, for a loop that calls
+    them op by op.
     """
     return optax.GradientTransformationExtraArgs(jax.jit(tx.init), jax.jit(tx.update))
 

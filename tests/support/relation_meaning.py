@@ -5,7 +5,7 @@ a pair, and `violation` says why a pair is none of them. `check_rule` draws the 
 runs its function on the whole and on the pieces, and checks the results against the relations that
 the rule answers. So a rule is tested alone, in corners that no whole loss reaches.
 
-What "exact" promises, and what is checked:
+"exact" promises these things, and `check_rule` checks them:
 
 - Integers, booleans and floats of 8 bits: every bit. Ratios are exact fractions, and a sum that
   wraps is no sum.

@@ -1,8 +1,8 @@
 """Classes of losses that a proof of separability can get wrong: members of each, and near them
 losses that are means.
 
-`CLASSES[name][row]` is a `Case`. Whether the loss is separable is what the oracle of `piecewise`
-says, not an opinion. `ACCEPTED` holds losses that the proof must accept."""
+`CLASSES[name][row]` is a `Case`. The oracle of `piecewise` decides whether the loss is separable,
+not an opinion. `ACCEPTED` holds losses that the proof must accept."""
 
 import functools
 from collections.abc import Callable
@@ -366,7 +366,7 @@ EQUATION_PARAMETERS = cases({
 def carried(
     step: Callable[[Any, Any], Any], start: float = 0.0, of: Callable = lambda c, B: c / B
 ) -> Callable:
-    """Return a loss that scans over errors, and divides what is carried by the count."""
+    """Return a loss that scans over errors, and divides the carried number by the count."""
     return lambda p, b: of(
         jax.lax.scan(lambda c, e: (step(c, e), None), start, errors(p, b))[0], rows_of(b)
     )

@@ -1,6 +1,6 @@
-"""Further classes of losses that a proof of separability can get wrong: loops of another length than
-the rows, functions inside of primitives, rules that look at what is differentiated, names of jax's
-own functions, and metrics that look like a sum or an extreme over rows.
+"""Further classes of losses that a proof of separability can get wrong. They have loops of another
+length than the rows, functions inside of primitives, or names of jax's own functions. Some have
+rules that look at differentiated operands, or metrics that look like a sum or an extreme over rows.
 """
 
 from typing import Any
@@ -60,7 +60,7 @@ LOOPS = cases({
 })  # fmt: skip
 
 
-# --- rules that look at what is differentiated -----------------------------------------------------
+# --- rules that look at the differentiated operands ------------------------------------------------
 
 
 @jax.custom_vjp
@@ -495,7 +495,7 @@ NUMBERS = cases({
 
 
 def written(scatter: Any, reads: Any = jnp.square, window: int = 2) -> Any:
-    """Return the mean of what each row writes, from its own place on, into several rows."""
+    """Return the mean of an array. Each row writes into several places, from its own place on."""
 
     def loss(p: Any, b: Any) -> jax.Array:
         B = rows_of(b)

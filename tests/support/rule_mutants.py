@@ -1,8 +1,8 @@
 """Mutants of the rules of the proof: one condition, number, mark or argument of a rule is changed.
 
-`mutants` lists the changes of a file by `ast`, and `row_mutants` those of the table and of the sets
-of primitives. `planted` puts one into what runs, in this process. `Bench` holds cases of all rules.
-`benchmarks/rule_mutants.py` runs a sample of them.
+`mutants` lists the changes of a file by `ast`, and `row_mutants` lists changes of the table and of
+the sets of primitives. `planted` puts one into the running code of this process. `Bench` holds
+cases of all rules. `benchmarks/rule_mutants.py` runs a sample of them.
 """
 
 import ast
@@ -331,13 +331,13 @@ def _other_function(mutant: Mutant) -> Iterator[None]:
 
 
 class BenchCase(NamedTuple):
-    """A traced case, with what it answers without a mutant.
+    """A traced case, with the rule's answer without a mutant.
 
     Attributes:
       label: the rule and the seed.
       case: the case.
       jaxprs: its traces.
-      relations: what the rule answers.
+      relations: the answer of the rule.
       functions: the names of the functions that ran.
       primitive: the name of the rule.
     """
@@ -367,7 +367,7 @@ class Bench:
         ]
 
     def fate(self, mutant: Mutant) -> str:
-        """Return what a mutant comes to: "unsound", "error", "refuses", "differs", "unused" or
+        """Return the fate of a mutant: "unsound", "error", "refuses", "differs", "unused" or
         "survives".
 
         "unsound" and "error" die by a property test. "refuses" knows fewer results than the rule,
@@ -433,7 +433,7 @@ def _answered(case: BenchCase) -> list[Relation]:
 
 
 def _judged(case: BenchCase, relations: Sequence[Relation]) -> str:
-    """Return what a mutant's answer to a case comes to."""
+    """Return the verdict on a mutant's answer to a case."""
     if len(relations) != len(case.relations):
         return "error"
     pairs = list(zip(relations, case.relations, strict=True))

@@ -1,4 +1,4 @@
-"""Losses that are (weighted) means over rows, in the ways in which people write them."""
+"""Losses that are (weighted) means over rows, as people write them."""
 
 import equinox as eqx
 import haiku as hk

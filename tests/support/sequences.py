@@ -20,7 +20,7 @@ RULES = (
 
 
 class Sequences(NamedTuple):
-    """`model` is what a strategy gets, `reference` the same loss for one device."""
+    """A strategy gets `model`; `reference` is the same loss for one device."""
 
     params: Any
     model: so.BlockModel

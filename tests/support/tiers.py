@@ -23,7 +23,7 @@ def tiered(
     fast: Callable = lambda row: False,
     ids: Callable | None = None,
 ) -> list:
-    """Return the rows for `parametrize`: those that are not quick are slow, those that are fast run
+    """Return the rows for `parametrize`. Rows that are not quick are slow; rows that are fast run
     with -m fast too.
     """
     marked = []

@@ -1,4 +1,4 @@
-"""Where an axis is bound: by vmap, pmap, shard_map with and without types that track what varies."""
+"""Ways to bind an axis: vmap, pmap, and shard_map with and without types of varying values."""
 
 import functools
 

@@ -48,7 +48,7 @@ def remains(tmp_path_factory):
 
 @pytest.fixture
 def read():
-    """Return a function that restores what the writers save, as its factor."""
+    """Return a function that restores the array of the writers, and returns its factor."""
     on = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = {"a": jax.ShapeDtypeStruct((500_000,), jnp.float32, sharding=on)}
 

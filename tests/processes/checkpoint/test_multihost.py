@@ -1,5 +1,5 @@
-"""Two processes over gloo save and restore together, agree on what is wrong, and share checkpoints
-with one process.
+"""Two processes over gloo save and restore together, agree on errors, and share checkpoints with
+one process.
 """
 
 import json

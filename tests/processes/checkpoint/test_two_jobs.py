@@ -1,5 +1,5 @@
-"""Two jobs told to write to one folder, at ten random distances: one writes, the other is told who
-does.
+"""Two jobs want to write to one folder, at ten random distances in time. One writes, and the error
+of the other names the writer.
 """
 
 import os
@@ -65,5 +65,6 @@ def test_one_of_two_jobs_is_refused_and_a_dead_one_is_no_obstacle(start, tmp_pat
     os.kill(winner.pid, rng.choice([signal.SIGKILL, signal.SIGTERM]))
     winner.wait()
     third = start()
-    assert int(third.stdout.readline()) == third.pid  # it has saved, beside what the dead one left
+    # it has saved, next to the files of the dead job
+    assert int(third.stdout.readline()) == third.pid
     assert (tmp_path / "run" / "1").is_dir()

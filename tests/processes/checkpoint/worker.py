@@ -2,7 +2,7 @@
 
 See test_multihost.py.
 
-It says what it found as one line of JSON.
+It prints its results as one line of JSON.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""A disk that fills up under a run, at random places: said, nothing of before is lost, and the run
-goes on when there is room.
+"""A disk fills up under a run, at random places. The error says so, no earlier checkpoint is lost,
+and the run goes on when there is room.
 
 Two disks are filled. One is a limit on the size of files, which works everywhere: those tests are
 never skipped, and meet the same code. The other is a tmpfs of 3 MiB, in a mount namespace of its
-own so that nothing is left over; it takes CAP_SYS_ADMIN, or the right to make user namespaces. What
-it adds is the kernel's own ENOSPC under orbax, and how much room is given back. Without it ENOSPC
-comes from /dev/full: here for the lock, in test_loggers.py for metrics."""
+own so that nothing is left over. It takes CAP_SYS_ADMIN, or the right to make user namespaces. It
+adds the kernel's own ENOSPC under orbax, and how much room is given back. Without it ENOSPC comes
+from /dev/full: here for the lock, in test_loggers.py for metrics."""
 
 import json
 import os
@@ -49,8 +49,8 @@ def on_a_small_disk(folder):
         if not tried.returncode:
             return words
         refused.append(f"{' '.join(unshare)}: {tried.stderr.strip()}")
-    # Any other failure, of mount or of the command, is one: only what the system forbids is a
-    # reason.
+    # Any other failure, of mount or of the command, fails the test: only a ban by the system is a
+    # reason to skip.
     assert all(any(word in refusal for word in FORBIDDEN) for refusal in refused), refused
     return pytest.skip(
         f"this system forbids mounts ({'; '.join(refused)}); the tests on the file size limit ran"
@@ -113,7 +113,7 @@ def test_a_folder_is_taken_and_tidied_where_there_is_no_room_for_a_name(tmp_path
 
 
 def test_a_full_disk_does_not_keep_the_next_job_from_making_room(tmp_path):
-    """What a killed job left behind fills the disk to the last byte.
+    """The files of a killed job fill the disk to the last byte.
 
     Whoever takes the folder deletes it first.
     """

@@ -18,7 +18,7 @@ WORKER = Path(__file__).with_name("worker_processes.py")
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What the two processes saw, and what they printed on standard error."""
+    """Return the reports of the two processes, and their standard error."""
     said = run_processes(WORKER, 2, tmp_path_factory.mktemp("run"), strict=False)
     return [json.loads(output.last) for output in said], [output.err for output in said]
 

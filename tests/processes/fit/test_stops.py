@@ -131,7 +131,7 @@ def test_the_last_finished_step_is_on_disk_three_seconds_after_a_signal(
             return bool(newer_steps) and max(newer_steps) >= finished_step
 
         os.kill(process, number)
-        # The kill comes as soon as the step is saved, and may hit what comes after it.
+        # The kill comes as soon as the step is saved, and may hit the steps after it.
         wait_for(lambda: not is_running(process) or is_saved(), grace())
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -1,6 +1,6 @@
 """One of two processes with two devices each: `python worker_processes.py RANK PORT FOLDER`.
 
-Prints what it saw as one JSON line. See test_processes.py.
+It prints its report as one JSON line. See test_processes.py.
 """
 
 import datetime

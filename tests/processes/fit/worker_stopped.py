@@ -197,7 +197,7 @@ def slow_write(run):
 
 
 def train(folder, phase, *, run_type=Run, is_blocked=True, rows=lambda batches: batches):
-    """Train in one phase, in which this process waits if it is blocked."""
+    """Train in one phase. This process waits in that phase if it is blocked."""
     run = run_type(folder, phase if is_blocked else "none")
     opt = so.fsdp(optax.adam(0.05), so.make_mesh(), loss_fn, min_shard_elements=1)
     options = {"num_steps": NUM_STEPS, "progress": False}

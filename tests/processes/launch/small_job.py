@@ -1,5 +1,5 @@
-"""What the processes of these tests train: a small net under fsdp, one device a process, batches by
-their step.
+"""The processes of these tests train a small net under fsdp, with one device a process, on batches
+drawn by their step.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """`shardopt launch`: train as several processes, killed and started again with fewer.
 
-Scripts; what is refused.
+Scripts are launched too, and wrong commands are refused.
 """
 
 import contextlib

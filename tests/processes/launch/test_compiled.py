@@ -70,6 +70,6 @@ def test_all_processes_find_a_program_that_an_earlier_attempt_has_compiled(tmp_p
         subprocess.run(command, env=environment, check=True, timeout=200)
         logs = [(tmp_path / attempt / f"process-{rank}.log").read_text() for rank in (0, 1)]
         outputs.append([re.findall(r"process .*", log) for log in logs])
-    # a process that compiles later may find what the other one has stored
+    # a process that compiles later may find the stored program of the other one
     assert any(lines[0].endswith("1.0, 0 found") for lines in outputs[0])
     assert outputs[1] == [[f"process {rank}: 1.0, 1 found"] for rank in (0, 1)]

@@ -1,4 +1,4 @@
-"""Processes that are lost and come back: the job goes on with those that are left and grows again,
+"""Processes are lost and come back. The job goes on with the remaining processes and grows again,
 as if there were one device.
 
 Each example is trained on exactly once in the history that the parameters come from: they count it

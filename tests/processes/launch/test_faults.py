@@ -3,7 +3,7 @@ deleted, at ten random moments.
 
 Nothing is lost but time.
 
-The parameters at the end are those of a run that nobody disturbed, bit for bit: gloo sums over as
+The parameters at the end equal the parameters of an undisturbed run, bit for bit: gloo sums over as
 many processes in the same order each time."""
 
 import os

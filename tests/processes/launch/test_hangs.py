@@ -21,7 +21,9 @@ pytestmark = pytest.mark.slow
 
 
 def run(folder, fault, victim, step):
-    """Return what a job said in which one process hangs at a step, and the parameters at its end."""
+    """Run a job whose one process hangs at a step; return its messages, and its parameters at the
+    end.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     # by the first of all draws

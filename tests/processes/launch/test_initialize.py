@@ -33,7 +33,7 @@ def test_initialize_reads_the_place_of_the_process_where_all_of_it_is_said(monke
     monkeypatch.setattr(jax.config, "update", lambda name, value: calls.append((name, value)))
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.0.0.1:1234")
     monkeypatch.setenv("JAX_NUM_PROCESSES", "4")
-    so.initialize()  # jax finds the rest, or says what is missing
+    so.initialize()  # jax finds the other values, or names the missing one
     monkeypatch.setenv("JAX_PROCESS_ID", "3")
     so.initialize()
     so.initialize("10.0.0.2:1", 2, 0)

@@ -24,7 +24,7 @@ FOREVER = "while True: time.sleep(0.05)\n"
 
 @pytest.fixture
 def job(tmp_path):
-    """Return a function that launches a script, and gives the exit code, what was said and the
+    """Return a function that launches a script, and returns the exit code, the messages and the
     folder.
     """
 
@@ -218,7 +218,8 @@ def test_the_one_that_failed_first_is_named_though_its_end_is_seen_last(job):
     [
         ({0: 1, 1: 3}, [], 0),
         ({0: 1, 1: 3}, [1, 0], 1),
-        ({0: 3, 1: 1}, [1], 0),  # who ends by itself says nothing: what was seen counts
+        # a process that ends by itself says nothing: the end that was seen first counts
+        ({0: 3, 1: 1}, [1], 0),
         ({0: 1, 1: 3}, [2, 0], 0),  # who said it has not ended
         ({0: 1, 2: -9}, [1, 0], 2),
         ({0: 1, 2: -9, 1: 117}, [1, 0], 1),  # its device computes wrong

@@ -2,7 +2,7 @@
 
 One is killed, with its host's memory, or both holders.
 
-The parameters at the end are those of a run that nobody disturbed, bit for bit.
+The parameters at the end equal the parameters of an undisturbed run, bit for bit.
 """
 
 import os
@@ -43,7 +43,7 @@ def processes(folder):
 def run(folder, *, at=None, victim=0, lost=()):
     """Run the job; at a step kill a process and the vaults of some hosts.
 
-    Return what was said, parameters, steps.
+    Return the messages, the parameters and the steps.
     """
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JOB": str(folder)}

@@ -208,7 +208,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.slow  # the tests of what a watch sees, and test_launch.py
+@pytest.mark.slow  # the tests of watches above, and test_launch.py
 @pytest.mark.parametrize(("fault", "how", "stack"), KINDS)
 def test_a_process_that_hangs_is_named_and_the_job_started_again(tmp_path, fault, how, stack):
     said = []

@@ -1,6 +1,6 @@
 """One of several processes that train: `python worker_that_hangs.py FOLDER FAULT RANK STEP`.
 
-The fault is that of one rank.
+The fault hits one rank.
 
 It happens at one step of the first attempt. Process 0 leaves the parameters of the end in the
 folder."""

@@ -1,9 +1,10 @@
 """One of several processes that train: `python worker_that_is_elastic.py FOLDER STEPS EVERY
 MEMORY_EVERY TENSOR DRAWS`.
 
-DRAWS says who draws a batch of 16 examples: "each" process all of it, from grain; "shared", each its
-rows; or "parts", each those of one of as many parts as processes. Each process holds 4 rows for a
-pass at most: with fewer processes there are more micro-batches. What the parameters "seen" lose is 1 for each time that an example was trained on.
+DRAWS says who draws a batch of 16 examples. With "each", each process draws all of it, from grain;
+with "shared", each draws its rows. With "parts", there are as many parts as processes, and each
+draws the rows of one part. Each process holds 4 rows for a pass at most: with fewer processes there
+are more micro-batches. The parameters "seen" lose 1 for each time that an example was trained on.
 Process 0 notes the attempt, the number of processes and the step."""
 
 import os

@@ -27,7 +27,7 @@ def local_ray(request):
     for module in [*shared, request.module]:
         ray.cloudpickle.register_pickle_by_value(module)
     with warnings.catch_warnings():
-        # what it forks is another program
+        # its forks run another program
         warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
         ray.init(
             num_cpus=CPUS,

@@ -26,7 +26,7 @@ print(json.dumps([result.step, result.stopped, result.history[-1]["loss"], np.as
 
 
 def run(example, folder, count=2):
-    """Run an example as several processes; return what each of them trained."""
+    """Run an example as several processes; return the trained result of each of them."""
     program = FIRST.replace(
         "so.initialize()", f"so.initialize('127.0.0.1:' + sys.argv[2], {count}, int(sys.argv[1]))"
     )

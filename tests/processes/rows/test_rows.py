@@ -1,5 +1,5 @@
-"""Real processes pass their own rows, or the global batch: both equal one device, and what is
-claimed wrongly is named by all of them.
+"""Real processes pass their own rows, or the global batch. Both equal one device, and all processes
+name a wrong claim.
 """
 
 import json
@@ -24,7 +24,7 @@ COUNTS = [
 
 @pytest.fixture(scope="module", params=COUNTS)
 def outcomes(request, tmp_path_factory):
-    """The number of processes, and what each case gave on each of them."""
+    """Return the number of processes, and the results of the cases on each of them."""
     count, part = request.param
     outputs = run_processes(WORKER, count, f"{count}-{part}", timeout=900)
     return count, [json.loads(output.last) for output in outputs]

@@ -13,7 +13,9 @@ WORKER = Path(__file__).with_name("worker_start.py")
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def outcomes(request):
-    """The processes without the last one, as text, the last one, and what each of them got."""
+    """Return the processes without the last one, as text, the last one, and the results of each of
+    them.
+    """
     count = request.param
     outputs = run_processes(WORKER, count, count, timeout=900)
     first_processes = {2: "process 0", 4: "processes 0, 1 and 2"}[count]

@@ -39,7 +39,7 @@ class Own:
 
 
 class Stateful(Own):
-    """The same rows; its state names the process, as that of a grain loader does."""
+    """The same rows; its state names the process, as the state of a grain loader does."""
 
     def get_state(self):
         return {"rank": rank, "drawn": self.drawn}

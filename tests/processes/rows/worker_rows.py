@@ -2,7 +2,7 @@
 
 The part of the cases is `some` or `all`.
 
-Prints what each case gave, or its error, as one JSON line. See test_rows.py.
+It prints the result of each case, or its error, as one JSON line. See test_rows.py.
 """
 
 import json

@@ -134,7 +134,7 @@ def weights_and_rows(rng: np.random.Generator) -> RuleCase:
 
 
 def custom_vjp_with_symbolic_zeros(rng: np.random.Generator) -> RuleCase:
-    """Return a case of a product whose rule depends on what is differentiated."""
+    """Return a case of a product whose rule depends on the differentiated operands."""
     num_pieces = int(rng.choice([2, 3]))
     rules = [BACKWARD[i] for i in rng.integers(0, len(BACKWARD), 2)]
     rules = [BACKWARD[0], rules[1]] if rng.random() < 0.5 else rules

@@ -151,7 +151,7 @@ def _makers(rng: np.random.Generator) -> Callable[[jax.Array], jax.Array]:
 def shared_numbers(
     relations: Sequence[Relation], whole_results: Sequence[Any], pieces: Sequence[Any]
 ) -> str | None:
-    """Return why two draws share numbers, of which one is for rows: (draws, draws, keys, keys)."""
+    """Return why two draws share numbers, if one draw is for rows: (draws, draws, keys, keys)."""
     if any(isinstance(relation, Unrelated) for relation in relations[:2]):
         return None
     if not any(isinstance(relation, Split) for relation in relations[:2]):

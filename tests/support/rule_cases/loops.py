@@ -136,7 +136,7 @@ def while_loop(rng: np.random.Generator) -> RuleCase:
 
 
 def while_loop_of_rows(rng: np.random.Generator) -> RuleCase:
-    """Return a case of a vmapped loop, in which each row has its own number of turns."""
+    """Return a case of a vmapped loop: each row has its own number of turns."""
     num_pieces, turn = int(rng.choice([2, 3])), TURNS[rng.integers(len(TURNS))]
     shapes = draw_shapes(rng, num_pieces, int(rng.integers(1, 3)))
     step, start = draw_operands(rng, shapes, np.float64, num_pieces, 2)
