@@ -171,7 +171,9 @@ def cond(proof: ProofSettings, site: EquationPair, relations: list[Relation]) ->
     The index of the branch must be the same in the whole trace and in every piece.
     """
     branch_index, operands = relations[0], relations[1:]
-    branches = list(zip(*site.both_params("branches"), strict=True))
+    branches = list(zip(*site.both_params("branches"), strict=False))
+    if any(len(functions) != len(branches) for functions in site.both_params("branches")):
+        return unknown_results(site, relations, "traces")
     if (
         isinstance(branch_index, Known)
         and branch_index.same_numbers

@@ -69,7 +69,8 @@ def relate_jaxprs(
     jaxprs = open_jaxpr(whole_jaxpr), open_jaxpr(piece_jaxpr)
     relation_of: dict[Any, Relation] = dict(zip(jaxprs[0].invars, relations, strict=True))
     consts = constants_of(whole_jaxpr), constants_of(piece_jaxpr)
-    if len(consts[0]) != len(consts[1]):
+    counts = [(len(x.invars), len(x.constvars), len(x.outvars)) for x in jaxprs]
+    if counts[0] != counts[1]:
         raise DifferentTracesError(None)
     for var, *values in zip(jaxprs[0].constvars, *consts, strict=True):
         relation_of[var] = _relation_of_constants(*values)

@@ -538,7 +538,45 @@ ORDERS = cases({
     ),
 })  # fmt: skip
 
+
+def in_branches(count: Any, wrapped: Any = lambda f: f) -> Any:
+    """Return a loss that chooses one of `count(rows)` branches."""
+
+    def loss(p: Any, b: Any) -> jax.Array:
+        functions = [lambda x, k=k: (k + 1.0) * x for k in range(count(rows_of(b)))]
+        index = jnp.sum(p["w"] > -99)  # the last
+        return jnp.mean(wrapped(lambda x: jax.lax.switch(index, functions, x))(errors(p, b)))
+
+    return loss
+
+
+def in_turns(whole: Any, piece: Any) -> Any:
+    """Return a loss of a loop that calls other functions on 8 rows than on fewer."""
+
+    def loss(p: Any, b: Any) -> jax.Array:
+        goes_on, turn = whole(per_turn(p)) if rows_of(b) == 8 else piece(per_turn(p))
+        return jnp.mean(jax.lax.while_loop(goes_on, turn, (0.0, errors(p, b)))[1])
+
+    return loss
+
+
+FUNCTIONS = cases({
+    "as many branches as rows": in_branches(lambda B: B),
+    "a branch less on a piece": in_branches(lambda B: 2 + (B == 8)),
+    "branches in a call": in_branches(lambda B: B, jax.jit),
+    "branches in a checkpoint": in_branches(lambda B: B // 2, jax.checkpoint),
+    "a constant of the condition, or of a turn": in_turns(
+        lambda s: (lambda c: c[0] < 2 + 0 * s, lambda c: (c[0] + 1, c[1] * 2.0)),
+        lambda s: (lambda c: c[0] < 2 + 0.0, lambda c: (c[0] + 1, c[1] * s)),
+    ),
+    "a constant of a turn, or of the condition": in_turns(
+        lambda s: (lambda c: c[0] < 3 + 0.0, lambda c: (c[0] + 1, c[1] * s)),
+        lambda s: (lambda c: c[0] < 3 + 0 * s, lambda c: (c[0] + 1, c[1] * 2.0)),
+    ),
+})  # fmt: skip
+
 DECEPTIONS = {
+    "other functions": FUNCTIONS,
     "lengths of loops": LOOPS,
     "symbolic zeros": SYMBOLIC_ZEROS,
     "functions in primitives": SUB_PROGRAMS,
