@@ -18,6 +18,7 @@ relations must hold, and with different draws, where the relations must hold tha
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -504,11 +505,16 @@ def _equal(a: Any, b: Any, tolerance: float) -> bool:
     return bool(np.all(np.isclose(a, b, rtol=0, atol=tolerance, equal_nan=True)))
 
 
+@functools.lru_cache(maxsize=8)
+def _compiled(jaxpr: jex.ClosedJaxpr) -> Callable[..., Any]:
+    return jax.jit(jex.jaxpr_as_fun(jaxpr))
+
+
 def _run(
     case: RuleCase, jaxpr: jex.ClosedJaxpr, operands: Sequence[Sequence[np.ndarray]]
 ) -> list[list[np.ndarray]]:
     """Return the results on each of several pieces, from operands on each of them."""
-    function = jax.jit(jex.jaxpr_as_fun(jaxpr))
+    function = _compiled(jaxpr)
     if case.axis:
         stacked = [np.stack(values) for values in operands]
         results = jax.vmap(function, axis_name=AXIS)(*stacked)

@@ -43,9 +43,9 @@ SWAPS = {
 BUILTINS = {"all": "any", "any": "all", "min": "max", "max": "min"}
 MARKED = ("Split", "Same", "Total", "Shifted", "Extreme", "scaled")
 """Functions whose arguments are marks and ratios."""
-CHUNK, MOST_CHECKS = 25, 8
-"""The number of cases that run before their answers are checked, and the number of answers that are
-compared with concrete results.
+CHUNK, MOST_CHECKS, DRAWS = 25, 8, 4
+"""The number of cases that run before their answers are checked, the number of answers that are
+compared with concrete results, and the number of draws of each.
 """
 
 
@@ -443,7 +443,8 @@ def _judged(case: BenchCase, relations: Sequence[Relation]) -> str:
         return "refuses"
     try:
         with as_users_have_it(), np.errstate(all="ignore"):
-            meaning.check_answer(case.case, case.jaxprs, relations, np.random.default_rng(1))
+            rng = np.random.default_rng(1)
+            meaning.check_answer(case.case, case.jaxprs, relations, rng, DRAWS)
     except AssertionError:
         return "unsound"
     except Exception:  # the relation is malformed, or of other dims

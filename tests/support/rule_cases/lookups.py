@@ -6,6 +6,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -20,7 +21,14 @@ from shardopt.separability._relations import (
     Total,
     is_unscaled,
 )
-from support.relation_meaning import Numbers, Operand, RuleCase, draw_relation, draw_shapes
+from support.relation_meaning import (
+    Numbers,
+    Operand,
+    RuleCase,
+    draw_relation,
+    draw_shapes,
+    indices_below,
+)
 from support.rule_cases.reductions import draw_pieces, natural_operand
 
 DTYPES = ("float64", "float64", "float32", "int8", "int32", "uint8")
@@ -174,6 +182,80 @@ def scattered(function: Callable[..., Any], rng: np.random.Generator) -> RuleCas
     return RuleCase(operands, (run, run), lookup.num_pieces)
 
 
+def _labels(rng: np.random.Generator, shape: Shapes) -> Operand:
+    return Operand([Split(0), Split(0), Same()][rng.integers(3)], shape, np.int32, indices_below(3))
+
+
+def rows_of_table(rng: np.random.Generator) -> RuleCase:
+    """Return a case of entries of a table that labels of rows choose, along any dim of the table."""
+    num_pieces, rows = draw_pieces(rng), int(rng.integers(1, 4))
+    dim = int(rng.integers(2))
+    table = Operand(
+        [Same(), Same(Fraction(2)), Same(Fraction(1, num_pieces)), Total(Fraction(1))][
+            rng.integers(4)
+        ],
+        ((3, 3), (3, 3)),
+    )
+    labels = _labels(rng, ((rows * num_pieces,), (rows,)))
+    mode = str(rng.choice(["clip", "fill"]))
+
+    def run(table, labels):
+        return jnp.take(table, labels, axis=dim, mode=mode)
+
+    return RuleCase([table, labels], (run, run), num_pieces)
+
+
+def slices_of_rows(rng: np.random.Generator) -> RuleCase:
+    """Return a case of slices of rows, whose starts are the same in all pieces."""
+    num_pieces, rows, features = draw_pieces(rng), int(rng.integers(1, 4)), 3
+    sizes: Shapes = (rows * num_pieces, features), (rows, features)
+    relation = [Split(0), Same(), Split(0, ratio=Fraction(2))][rng.integers(3)]
+    takes_rows, takes_features = rng.random(2) < 0.5
+    # starts without a sign are not counted from the end, which depends on the number of rows
+    starts = Operand(Same(), ((2,), (2,)), np.uint32, indices_below(3))
+
+    def function(rows):
+        lengths = 1 if takes_rows else rows, 1 if takes_features else features
+
+        def run(x, starts):
+            return jax.vmap(lambda start: lax.dynamic_slice(x, (start, start), lengths))(starts)
+
+        return run
+
+    functions = function(rows * num_pieces), function(rows)
+    return RuleCase([Operand(relation, sizes), starts], functions, num_pieces)
+
+
+def entries_of_rows(function: str, rng: np.random.Generator) -> RuleCase:
+    """Return a case of an entry of each row, which a label of this row chooses: it is read, written
+    or added to.
+    """
+    num_pieces, rows = draw_pieces(rng), int(rng.integers(1, 4))
+    sizes: Shapes = (rows * num_pieces, 3), (rows, 3)
+    ratio = [Fraction(1), Fraction(1), Fraction(2)][rng.integers(3)]
+    entries = Operand([Split(0, ratio=ratio), Same(ratio)][rng.integers(2)], sizes)
+    labels = _labels(rng, (sizes[0][:1], sizes[1][:1]))
+    updates = Operand([Split(0), Split(0), Same()][rng.integers(3)], labels.shapes)
+    order = [
+        lambda numbers: numbers,
+        lambda numbers: numbers,
+        lambda numbers: numbers[::-1],
+        lambda numbers: numbers // 2,
+        lambda numbers: numbers * 0,
+    ][rng.integers(5)]
+    first = bool(rng.random() < 0.7)
+
+    def run(x, labels, updates):
+        rows = order(jnp.arange(x.shape[0]))
+        place = (rows, labels) if first else (labels, rows)
+        x = x if first else x.T
+        if function == "gather":
+            return x[place]
+        return x.at[place].set(updates) if function == "scatter" else x.at[place].add(updates)
+
+    return RuleCase([entries, labels, updates], (run, run), num_pieces)
+
+
 def applied(rng: np.random.Generator) -> RuleCase:
     """Return a case of a scatter that applies a function to entries."""
     function = [jnp.sin, lambda x: x + 1, lambda x: 0 * x][rng.integers(3)]
@@ -216,9 +298,21 @@ def _slice_case(rng: np.random.Generator, updates: bool) -> RuleCase:
 
 
 CASES = {
-    "gather": [gathered],
-    "scatter": [functools.partial(scattered, lax.scatter), applied],
-    "scatter-add": [functools.partial(scattered, lax.scatter_add)],
+    "gather": [
+        gathered,
+        rows_of_table,
+        slices_of_rows,
+        functools.partial(entries_of_rows, "gather"),
+    ],
+    "scatter": [
+        functools.partial(scattered, lax.scatter),
+        applied,
+        functools.partial(entries_of_rows, "scatter"),
+    ],
+    "scatter-add": [
+        functools.partial(scattered, lax.scatter_add),
+        functools.partial(entries_of_rows, "scatter-add"),
+    ],
     "dynamic_slice": [functools.partial(_slice_case, updates=False)],
     "dynamic_update_slice": [functools.partial(_slice_case, updates=True)],
 }

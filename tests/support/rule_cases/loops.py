@@ -33,6 +33,9 @@ TURNS: list[Callable[..., tuple[Any, Any]]] = [
     lambda k, c, x: (c + c, x),
     lambda k, c, x: (c + x + 1.0, k),
     lambda k, c, x: (k, c * k),
+    lambda k, c, x: (x, c + x),
+    lambda k, c, x: (x * k, c + x),
+    lambda k, c, x: (k - c, x),
 ]
 """What a turn makes of a constant, the carry and the scanned value: (carry, result)."""
 
@@ -57,11 +60,14 @@ def scan_over_rows(rng: np.random.Generator) -> RuleCase:
     """Return a case of a scan that has about n times as many turns in the whole."""
     num_pieces, turn = int(rng.choice([2, 3])), TURNS[rng.integers(len(TURNS))]
     shape = tuple(int(rng.integers(1, 4)) for _ in range(rng.integers(0, 2)))
-    const, start, _ = draw_operands(rng, (shape, shape), np.float64, num_pieces, 3, (Same,))
-    const = Operand(Same(drawn=bool(rng.random() < 0.2)), const.shapes)
+    # equal entries may be as many as rows
+    whole_shape = tuple(size * num_pieces for size in shape) if rng.random() < 0.2 else shape
+    of_turn: Shapes = whole_shape, shape
+    _, start, _ = draw_operands(rng, of_turn, np.float64, num_pieces, 3, (Same,))
+    const = Operand(Same(drawn=bool(rng.random() < 0.2)), of_turn)
     length = int(rng.integers(1, 4))
     whole_length = length * num_pieces + int(rng.choice([0, 0, 0, 1, -1, 2]))
-    shapes = (whole_length, *shape), (length, *shape)
+    shapes = (whole_length, *whole_shape), (length, *shape)
     relation = Split(0) if rng.random() < 0.5 else Same(drawn=bool(rng.random() < 0.3))
     if whole_length != length * num_pieces:
         relation = Same()
