@@ -12,7 +12,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardopt.core._arguments import check_integer
-from shardopt.core._errors import calling, format_error
+from shardopt.core._errors import calling, value_error
 from shardopt.core._place import check_joined
 from shardopt.core._trace_context import trace_context, within_trace
 from shardopt.core._tracebacks import api_boundary
@@ -24,6 +24,7 @@ _OPTIONAL_AXES = ("replica", "expert", "context")
 
 
 @api_boundary
+@calling("make_mesh")
 def make_mesh(
     data: int = -1,
     tensor: int = 1,
@@ -69,18 +70,12 @@ def make_mesh(
     """
     if devices is None:
         # before `jax.devices()`: alone, each process would take the memory of all GPUs
-        with calling("make_mesh"):
-            check_joined()
+        check_joined()
         devices = jax.devices()
     devices = list(np.asarray(devices, dtype=object).flat)
     if not devices:
-        raise ValueError(
-            format_error(
-                "make_mesh", "there are no devices.", fix="pass some, or leave devices out."
-            )
-        )
-    with calling("make_mesh"):
-        check_joined(devices[0])
+        raise value_error("there are no devices.", fix="pass some, or leave devices out.")
+    check_joined(devices[0])
     requested_sizes = {"replica": replica, "data": data, "pipeline": pipeline}
     requested_sizes |= {"expert": expert, "context": context, "tensor": tensor}
     on_cpu = devices[0].platform == "cpu"
@@ -233,36 +228,24 @@ def _infer_sizes(
         if (axis, size) not in (("context", 1), ("expert", 1))
     )
     for axis, size in requested_sizes.items():
-        with calling("make_mesh"):
-            check_integer(axis, size)
+        check_integer(axis, size)
     if invalid_sizes := [
         f"{axis}={size}" for axis, size in requested_sizes.items() if size < 1 and size != -1
     ]:
-        raise ValueError(
-            format_error(
-                "make_mesh",
-                f"sizes must be positive, or -1 for one of them; got {', '.join(invalid_sizes)}.",
-            )
+        raise value_error(
+            f"sizes must be positive, or -1 for one of them; got {', '.join(invalid_sizes)}.",
         )
     inferred_axes = [axis for axis, size in requested_sizes.items() if size == -1]
     if len(inferred_axes) > 1:
         fix = "give every size but one."
-        raise ValueError(
-            format_error(
-                "make_mesh", f"only one size can be -1, got {' and '.join(inferred_axes)}.", fix=fix
-            )
-        )
+        raise value_error(f"only one size can be -1, got {' and '.join(inferred_axes)}.", fix=fix)
     known_product = math.prod(size for size in requested_sizes.values() if size != -1)
     if inferred_axes and num_devices % known_product:
         problem = (
             f"cannot infer {inferred_axes[0]}: {num_devices} devices are not divisible by"
             f" {known_product} ({sizes_text})."
         )
-        raise ValueError(
-            format_error(
-                "make_mesh", problem, fix=f"choose sizes whose product divides {num_devices}."
-            )
-        )
+        raise value_error(problem, fix=f"choose sizes whose product divides {num_devices}.")
     if not inferred_axes and known_product != num_devices:
         problem = f"{sizes_text} needs {known_product} devices, but there are {num_devices}."
         fix = (
@@ -273,7 +256,7 @@ def _infer_sizes(
             fix = f"set one size to -1, or choose sizes whose product is {num_devices}."
             if on_cpu:
                 fix += f" JAX_NUM_CPU_DEVICES={known_product} simulates more devices."
-        raise ValueError(format_error("make_mesh", problem, fix=fix))
+        raise value_error(problem, fix=fix)
     return {
         axis: num_devices // known_product if size == -1 else int(size)
         for axis, size in requested_sizes.items()
@@ -294,9 +277,7 @@ def arrange(sizes: dict[str, int], devices: list[Any], *, num_outer_dims: int) -
     if len({len(members) for members in slices.values()}) > 1:
         sizes_text = ", ".join(f"slice {index}: {len(slices[index])}" for index in sorted(slices))
         fix = "pass as many devices of every slice."
-        raise ValueError(
-            format_error("make_mesh", f"the slices have different sizes ({sizes_text}).", fix=fix)
-        )
+        raise value_error(f"the slices have different sizes ({sizes_text}).", fix=fix)
     within, across = _over_slices(shape, len(slices), num_outer_dims)
     inner = dict(zip(sizes, within, strict=True))
     grids = np.stack([_within_slice(inner, slices[index]) for index in sorted(slices)])
@@ -342,12 +323,9 @@ def _over_cores(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
         problem = (
             f"chips have {cores} cores each, and none of the sizes {shape} is divisible by {cores}."
         )
-        raise ValueError(
-            format_error(
-                "make_mesh",
-                problem,
-                fix="make one axis even, so that it can hold both cores of a chip.",
-            )
+        raise value_error(
+            problem,
+            fix="make one axis even, so that it can hold both cores of a chip.",
         )
     dim = dims[-1]
     chips = tuple(size // cores if i == dim else size for i, size in enumerate(shape))
@@ -380,9 +358,5 @@ def _over_slices(
             f"{num_slices} slices cannot be laid along replica and data, whose sizes are"
             f" {shape[:num_outer_dims]}."
         )
-        raise ValueError(
-            format_error(
-                "make_mesh", problem, fix=f"choose data (times replica) divisible by {num_slices}."
-            )
-        )
+        raise value_error(problem, fix=f"choose data (times replica) divisible by {num_slices}.")
     return tuple(within), tuple(across)

@@ -39,7 +39,14 @@ from shardopt.checkpoint._sums import LeafSums
 from shardopt.checkpoint._tree import JsonObject, leaves_by_path
 from shardopt.checkpoint._write import start_write, write_error
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import CheckpointError, calling, format_error, value_error
+from shardopt.core._errors import (
+    CheckpointError,
+    calling,
+    error_text,
+    format_error,
+    type_error,
+    value_error,
+)
 from shardopt.core._types import PyTree
 from shardopt.runtime import _progress as progress
 from shardopt.runtime._agreement import agree
@@ -136,12 +143,12 @@ class Checkpoints:
         if keep is not None:
             check_count("keep", keep)
         if mode not in ("min", "max"):
-            raise ValueError(format_error(_CALLER, f"mode must be 'min' or 'max', got {mode!r}."))
+            raise value_error(f"mode must be 'min' or 'max', got {mode!r}.")
         if memory_every is not None:
             check_count("memory_every", memory_every)
         if not isinstance(resume, bool | Mapping) and resume != "new_chain":
             problem = f"resume must be True, False, 'new_chain' or a dict of paths, got {resume!r}."
-            raise TypeError(format_error(_CALLER, problem))
+            raise type_error(problem)
         fix = "pass the regexes that the strategy got as frozen."
         self.hash_only = compile_patterns("hash_only", hash_only, fix)
         self.memory_every = memory_every
@@ -364,7 +371,7 @@ class Checkpoints:
         """Check that the folder is still there and can take the step, and delete stale files."""
         if self._closed:
             raise CheckpointError(
-                format_error(_CALLER, "save was called after close.", fix="make a new Checkpoints.")
+                error_text("save was called after close.", fix="make a new Checkpoints.")
             )
         try:
             if not self._lock.is_held():
@@ -373,7 +380,7 @@ class Checkpoints:
                     " unmounted while the job ran."
                 )
                 fix = "save to another folder, with a new Checkpoints."
-                raise CheckpointError(format_error(_CALLER, problem, fix=fix))
+                raise CheckpointError(error_text(problem, fix=fix))
             if later_steps := [
                 saved_step for saved_step in committed(self.directory) if saved_step > step
             ]:
@@ -385,7 +392,7 @@ class Checkpoints:
                     "delete them if the run was wound back on purpose, or choose another folder:"
                     " two histories do not mix."
                 )
-                raise CheckpointError(format_error(_CALLER, problem, fix=fix))
+                raise CheckpointError(error_text(problem, fix=fix))
             remove_stale(self.directory)
             check_writable(self.directory, step)
         except OSError as error:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 
 from shardopt.config._layout import make_layout
-from shardopt.core._errors import NotSeparableError, calling, format_error
+from shardopt.core._errors import NotSeparableError, calling, format_error, value_error
 from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import PyTree, TrainState, abstract
 from shardopt.diagnose._difference import Difference, largest
@@ -101,9 +101,7 @@ def check(
     check_batch(config, batch)
     if config.per_replica:
         problem = "replicas of this strategy train apart, so there is no one gradient to compare."
-        raise ValueError(
-            format_error("check", problem, fix="check the strategy that was combined.")
-        )
+        raise value_error(problem, fix="check the strategy that was combined.")
     report = CheckReport(_differences(opt, state, batch, tolerance))
     print(report)
     if wrong := [difference for difference in report.differences if difference.differs]:

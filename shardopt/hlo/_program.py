@@ -118,9 +118,7 @@ def audit(
             "pass opt.config.schedule, or one of so.schedules made for these stages and"
             " micro-batches."
         )
-        raise TypeError(
-            format_error("audit", f"schedule must be a Schedule, got {schedule!r}.", fix=fix)
-        )
+        raise type_error(f"schedule must be a Schedule, got {schedule!r}.", fix=fix)
     parsed = read_program(program, args, mesh=mesh)
     check_schedule(parsed.module, schedule)
     name = parsed.module.header.removeprefix("HloModule").split(",")[0].strip()

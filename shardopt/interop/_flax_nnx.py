@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from shardopt.core._block_model import LossFn, call
-from shardopt.core._errors import calling, format_error
+from shardopt.core._errors import calling, type_error, value_error
 from shardopt.core._extras import require
 from shardopt.core._types import PyTree, Rule, Updated, Weighted, leaves_with_paths
 
@@ -94,7 +94,7 @@ def nnx(model: Any, loss: Callable[..., Any], *, wrt: Any = None) -> NnxLoss:
             "model must be an nnx.Module, or a function rngs -> nnx.Module, got"
             f" {type(model).__name__}."
         )
-        raise TypeError(format_error(CALLER, problem))
+        raise type_error(problem)
     structure, streams, values = flax.split(abstract_module, flax.RngState, ...)
     trained_paths = {
         path
@@ -104,9 +104,7 @@ def nnx(model: Any, loss: Callable[..., Any], *, wrt: Any = None) -> NnxLoss:
     }
     if not trained_paths:
         problem = f"wrt={wrt} matches nothing that {type(abstract_module).__name__} holds."
-        raise ValueError(
-            format_error(CALLER, problem, fix="pass a filter of nnx, such as nnx.Param.")
-        )
+        raise value_error(problem, fix="pass a filter of nnx, such as nnx.Param.")
 
     def state_of(module: Any) -> PyTree:
         return flax.state(module, flax.Not(flax.RngState))

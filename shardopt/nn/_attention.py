@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from shardopt.collectives._per_device import TENSOR
 from shardopt.core._arguments import check_count, check_number
-from shardopt.core._errors import calling, format_error, value_error
+from shardopt.core._errors import calling, value_error
 from shardopt.core._types import wide_dtype
 from shardopt.kernels._devices import is_local
 from shardopt.kernels._flash import NAME, Marks, MaskRule, capped, factor_of_scores, sees
@@ -48,6 +48,7 @@ sends.
 """
 
 
+@calling("attention")
 def attention(
     query: Float[Array, "B T H K"],
     key: Float[Array, "B T G K"],
@@ -262,7 +263,7 @@ class _AttentionOverContext:
                 "use method='ring', repeat the heads of keys and values, or take another size of"
                 " context or tensor."
             )
-            raise ValueError(format_error("attention", problem, fix=fix))
+            raise value_error(problem, fix=fix)
         kernel = self.implementation or _default_implementation(query, size * query.shape[1])
         by_kernel = kernel == "splash" or (
             kernel == "cudnn" and self.rule.softcap is None and sinks is None
@@ -371,7 +372,7 @@ def _refuse_kernel(
 ) -> None:
     if implementation in names:
         fix = f"leave implementation out, or {fix}."
-        raise ValueError(format_error("attention", f"{implementation} {problem}.", fix=fix))
+        raise value_error(f"{implementation} {problem}.", fix=fix)
 
 
 def _as_rows(name: str, ids: Array | None, shapes: dict[str, tuple[int, ...]]) -> Array | None:
@@ -384,7 +385,7 @@ def _as_rows(name: str, ids: Array | None, shapes: dict[str, tuple[int, ...]]) -
     array = integers("attention", name, ids, shapes)
     if isinstance(array, np.ndarray) and (array.astype(np.int32) != array).any():
         limits = f"{array.min()} to {array.max()}"
-        raise ValueError(f"attention: {name} must fit into int32, got {limits}.")
+        raise value_error(f"{name} must fit into int32, got {limits}.")
     return as_int32(array).reshape(-1, array.shape[-1])
 
 
@@ -468,7 +469,6 @@ def visible(length: int, *, causal: bool, window: int | None) -> Bool[Array, "T 
     return mask if window is None else mask & (distance < window)
 
 
-@calling("attention")
 def _check(
     query: Array,
     key: Array,
@@ -524,7 +524,6 @@ def _check(
             raise value_error(problem, fix=fix)
 
 
-@calling("attention")
 def _check_scores(
     query: Array, softcap: float | None, sinks: Array | None, implementation: Implementation | None
 ) -> None:
@@ -578,7 +577,7 @@ def _on_each_device(
             problem = (
                 f"{count} {counted} cannot be sharded over mesh axis {axis_names} (size {size})."
             )
-            raise ValueError(format_error("attention", problem, fix=fix))
+            raise value_error(problem, fix=fix)
     spec = PartitionSpec(row_axes or None, position_axes or None, head_axes or None, None)
     mark_specs = jax.tree.map(
         lambda x: PartitionSpec(

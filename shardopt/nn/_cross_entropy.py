@@ -10,13 +10,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shardopt.core._arguments import check_count, check_number
-from shardopt.core._errors import calling, format_error, type_error
+from shardopt.core._errors import calling, type_error, value_error
 from shardopt.core._types import wide_dtype
 from shardopt.kernels._flash import capped
 from shardopt.mesh import is_analysed
 from shardopt.nn._ids import IGNORED, as_int32, integers
 
 
+@calling("cross_entropy")
 def cross_entropy(
     x: Float[Array, "B T D"],
     head: Float[Array, "V D"],
@@ -68,18 +69,15 @@ def cross_entropy(
     References:
       Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, for why.
     """
-    with calling("cross_entropy"):
-        if chunk is not None:
-            check_count("chunk", chunk, minimum=1)
-        if softcap is not None:
-            check_number("softcap", softcap, positive=True)
-        if logits_dtype is not None and not jnp.issubdtype(logits_dtype, jnp.floating):
-            raise type_error(f"logits_dtype must be floating, got {logits_dtype}.")
+    if chunk is not None:
+        check_count("chunk", chunk, minimum=1)
+    if softcap is not None:
+        check_number("softcap", softcap, positive=True)
+    if logits_dtype is not None and not jnp.issubdtype(logits_dtype, jnp.floating):
+        raise type_error(f"logits_dtype must be floating, got {logits_dtype}.")
     if x.ndim != 3 or x.shape[2:] != head.shape[1:]:
         problem = f"x has shape {x.shape}, the head {head.shape}."
-        raise ValueError(
-            format_error("cross_entropy", problem, fix="give x [B, T, D] and head [V, D].")
-        )
+        raise value_error(problem, fix="give x [B, T, D] and head [V, D].")
     targets = as_int32(integers("cross_entropy", "targets", targets, {"[B, T]": x.shape[:2]}))
     T = x.shape[1]
     if chunk is None or chunk >= T or is_analysed():

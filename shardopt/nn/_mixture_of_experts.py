@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from shardopt.collectives._per_device import TENSOR
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, format_error, value_error
+from shardopt.core._errors import calling, type_error, value_error
 from shardopt.core._types import wide_dtype
 from shardopt.kernels._grouped_product import grouped_product
 from shardopt.mesh import axes_of_role, is_analysed, mesh_under_trace, not_manual_axes
@@ -37,6 +37,7 @@ Weights = Mapping[str, Array]
 Activation = Callable[[Array], Array]
 
 
+@calling("mixture_of_experts")
 def mixture_of_experts(
     weights: Mapping[str, Float[Array, "E ..."]],
     x: Float[Array, "B T D"],
@@ -147,11 +148,10 @@ def mixture_of_experts(
     weights = {name: as_array(weight) for name, weight in weights.items()}
     shared = shared and {name: as_array(weight) for name, weight in shared.items()}
     routing = Routing(top_k, score, normalize, groups, scale)
-    with calling("mixture_of_experts"):
-        _check_arrays(weights, x, router, shared, (bias, router_bias))
-        routing.check(E)
-        if chunk is not None:
-            check_count("chunk", chunk)
+    _check_arrays(weights, x, router, shared, (bias, router_bias))
+    routing.check(E)
+    if chunk is not None:
+        check_count("chunk", chunk)
     mesh = mesh_under_trace()
     expert_axes = tuple(axis for axis in axes_of_role(EXPERT) if mesh.shape[axis] > 1)
     devices = math.prod(mesh.shape[axis] for axis in expert_axes)
@@ -162,7 +162,7 @@ def mixture_of_experts(
             f", or [{E // devices}, ...] of this device" if devices > 1 and E % devices == 0 else ""
         )
         fix = f"give weights [{E}, ...]{local_shape}."
-        raise ValueError(format_error("mixture_of_experts", problem, fix=fix))
+        raise value_error(problem, fix=fix)
     inputs = _Inputs(dict(weights), x, router, bias, router_bias)
     if is_analysed():
         y, statistics = _analysed_experts(inputs, routing, activation)
@@ -437,9 +437,7 @@ def _check_weights(label: str, weights: Weights, dims: tuple[str, ...], x: Array
         f"{name}: {leaf.dtype}" for name, leaf in weights.items() if leaf.dtype != x.dtype
     ]:
         problem = f"the {label} are not of the dtype of x, {x.dtype}."
-        raise TypeError(
-            format_error("mixture_of_experts", problem, other_dtypes, "cast one to the other.")
-        )
+        raise type_error(problem, other_dtypes, "cast one to the other.")
     weights = {name: leaf for name, leaf in weights.items() if not name.endswith("_bias")}
     names = {"up", "down"} | ({"gate"} & set(weights))
     shapes = {name: tuple(leaf.shape) for name, leaf in weights.items()}
@@ -464,9 +462,7 @@ def _check_weights(label: str, weights: Weights, dims: tuple[str, ...], x: Array
             f" [{up_shape}], with D = {width}."
         )
         shapes_text = [f"{name}: shape {shape}" for name, shape in shapes.items()]
-        raise ValueError(
-            format_error("mixture_of_experts", f"the {label} do not fit.", shapes_text, fix)
-        )
+        raise value_error(f"the {label} do not fit.", shapes_text, fix)
 
 
 def _divides(

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, format_error
+from shardopt.core._errors import calling, value_error
 from shardopt.core._types import PyTree, leaves_with_paths
 from shardopt.mesh import is_analysed, manual_context_axes
 from shardopt.trace._marks import POSITIONS, marked
@@ -67,6 +67,7 @@ def row_length(length: int) -> int:
     return length if is_analysed() else length * math.prod(manual_context_axes().values())
 
 
+@calling("zigzag")
 def zigzag(
     batch: PyTree,
     mesh: Mesh,
@@ -121,9 +122,7 @@ def zigzag(
       (Grattafiori et al., "The Llama 3 Herd of Models", 2024, section 3.3.2).
     """
     if order not in get_args(Order):
-        raise ValueError(
-            format_error("zigzag", f"unknown order {order!r}.", fix="use 'zigzag' or 'striped'.")
-        )
+        raise value_error(f"unknown order {order!r}.", fix="use 'zigzag' or 'striped'.")
     axes = (axis,) if isinstance(axis, str) else axis
     num_devices = int(np.prod([mesh.shape.get(name, 1) for name in axes]))
     pieces = 2 * num_devices if order == "zigzag" else num_devices
@@ -131,11 +130,7 @@ def zigzag(
         (path, leaf) for path, leaf in leaves_with_paths(batch) if np.ndim(leaf) > 1
     ]
     if not leaves_with_positions:
-        raise ValueError(
-            format_error(
-                "zigzag", "no leaf has a dim of positions.", fix="give arrays [B, T, ...]."
-            )
-        )
+        raise value_error("no leaf has a dim of positions.", fix="give arrays [B, T, ...].")
     if num_devices == 1:
         return batch
     if bad_leaves := [
@@ -147,9 +142,7 @@ def zigzag(
             f"{order} over {num_devices} devices needs a number of positions (dim 1) divisible by"
             f" {pieces}."
         )
-        raise ValueError(
-            format_error("zigzag", problem, bad_leaves, f"pad the rows to a multiple of {pieces}.")
-        )
+        raise value_error(problem, bad_leaves, f"pad the rows to a multiple of {pieces}.")
 
     def permute(leaf: Any) -> Any:
         if np.ndim(leaf) < 2:
@@ -164,9 +157,7 @@ def zigzag(
     if len(shapes) > 1:
         listed = [f"{path}: shape {leaf.shape}" for path, leaf in leaves_with_positions]
         problem = "leaves have rows of several lengths, so that one order does not fit all."
-        raise ValueError(
-            format_error("zigzag", problem, listed, "add 'order' [B, T] to the batch yourself.")
-        )
+        raise value_error(problem, listed, "add 'order' [B, T] to the batch yourself.")
     rows, length = shapes.pop()
     order_of_positions = _permutation(length, num_devices, order).astype(np.int32)
     return {**result, "order": np.tile(order_of_positions, (rows, 1))}

@@ -10,7 +10,7 @@ import optax
 
 from shardopt.config._check import check_optimizer
 from shardopt.core._arguments import check_count, is_integer
-from shardopt.core._errors import calling, format_error
+from shardopt.core._errors import calling, type_error, value_error
 from shardopt.core._types import Devices, PyTree, TrainState
 from shardopt.parameter_server._async_sgd import check_not_shared
 from shardopt.parameter_server._clock import check_max_staleness
@@ -206,9 +206,9 @@ def _check_islands(strategies: Sequence[ShardedOptimizer | MakeIsland]) -> list[
             "strategies must be a sequence of synchronous strategies, got"
             f" {type(strategies).__name__}."
         )
-        raise TypeError(format_error(CALLER, problem, fix=fix))
+        raise type_error(problem, fix=fix)
     if not strategies:
-        raise ValueError(format_error(CALLER, "strategies must be at least 1, got none.", fix=fix))
+        raise value_error("strategies must be at least 1, got none.", fix=fix)
     islands: list[ShardedOptimizer] = []
     for number, strategy in enumerate(strategies):
         if not isinstance(strategy, ShardedOptimizer) or strategy.config.local_updates is not None:
@@ -218,7 +218,7 @@ def _check_islands(strategies: Sequence[ShardedOptimizer | MakeIsland]) -> list[
                 else type(strategy).__name__
             )
             problem = f"strategies[{number}] must be a synchronous strategy, got {got}."
-            raise TypeError(format_error(CALLER, problem, fix=fix))
+            raise type_error(problem, fix=fix)
         islands.append(strategy)
     return islands
 
@@ -245,7 +245,7 @@ def _check_makers(strategies: Sequence[ShardedOptimizer | MakeIsland]) -> list[M
         "pass [lambda devices: so.fsdp(tx, so.make_mesh(devices=devices), loss_fn)] * 4, for four"
         " islands."
     )
-    raise TypeError(format_error(CALLER, problem, fix=fix))
+    raise type_error(problem, fix=fix)
 
 
 def _check_local_steps(local_steps: int | Sequence[int], num_islands: int) -> list[int]:
@@ -257,9 +257,7 @@ def _check_local_steps(local_steps: int | Sequence[int], num_islands: int) -> li
         raise TypeError(f"{CALLER}: {problem} ({type(local_steps).__name__}).")
     if len(local_steps) != num_islands:
         problem = f"local_steps has {len(local_steps)} numbers for {num_islands} islands."
-        raise ValueError(
-            format_error(CALLER, problem, fix="pass one number, or one for each island.")
-        )
+        raise value_error(problem, fix="pass one number, or one for each island.")
     for number, steps in enumerate(local_steps):
         check_count(f"local_steps[{number}]", steps, minimum=1)
     return [int(steps) for steps in local_steps]

@@ -69,7 +69,7 @@ def join(clock: Clock, worker: int) -> Clock:
             f"worker {worker} cannot join: it is there already, at clock {clock.steps[worker]}."
         )
         fix = "let it leave first, or give the newcomer a number of its own."
-        raise ValueError(format_error(CALLER, problem, fix=fix))
+        raise value_error(problem, fix=fix)
     return clock._replace(steps={**clock.steps, worker: clock.slowest})
 
 

@@ -149,16 +149,14 @@ class AsyncOptimizer:
         if spec.backend == "threads":
             return run_on_threads(spec, self.server, job, callbacks)
         if not is_installed("ray"):
+            problem = "backend 'ray' needs Ray, which is not installed."
             fix = "pip install 'shardopt[ray]', or use backend=\"threads\"."
-            raise ImportError(
-                format_error(
-                    spec.caller, "backend 'ray' needs Ray, which is not installed.", fix=fix
-                )
-            )
+            raise ImportError(format_error(spec.caller, problem, fix=fix))
         from shardopt.parameter_server._ray import run_on_ray
 
         return run_on_ray(spec, job, callbacks)
 
+    @calling("replay")
     def replay(self, log: Log, params: PyTree, batches_of: BatchesOf) -> PyTree:
         """Return the final parameters of a run, by repeating the events of its log in order.
 

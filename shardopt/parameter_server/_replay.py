@@ -2,14 +2,12 @@
 
 from collections import Counter
 
-from shardopt.core._errors import format_error
+from shardopt.core._errors import type_error, value_error
 from shardopt.core._types import PyTree
 from shardopt.parameter_server._log import Log
 from shardopt.parameter_server._run import WorkerCompute
 from shardopt.parameter_server._server import ParameterServer
 from shardopt.parameter_server._updates import digest
-
-CALLER = "replay"
 
 
 def check_log(log: Log, num_workers: int) -> None:
@@ -18,20 +16,14 @@ def check_log(log: Log, num_workers: int) -> None:
     """
     if not isinstance(log, Log):
         problem = f"log must be a parameter_server.Log, got {type(log).__name__}."
-        raise TypeError(
-            format_error(
-                CALLER, problem, fix="pass result.log, or parameter_server.Log.load(path)."
-            )
-        )
+        raise type_error(problem, fix="pass result.log, or parameter_server.Log.load(path).")
     if log.header.get("initial") is None:
         fix = "give simulate an optimizer, a loss, parameters and data."
-        raise ValueError(
-            format_error(CALLER, "this is the log of a simulation of time only.", fix=fix)
-        )
+        raise value_error("this is the log of a simulation of time only.", fix=fix)
     needed = 1 + max((event.worker for event in log), default=0)
     if needed > num_workers:
         problem = f"the run had {needed} workers, and this optimizer has {num_workers}."
-        raise ValueError(format_error(CALLER, problem, fix="make it for the workers of the run."))
+        raise value_error(problem, fix="make it for the workers of the run.")
 
 
 def replay_events(
@@ -45,9 +37,7 @@ def replay_events(
     state = server.init(compute.on_server(params))
     if digest(state.params) != header["initial"]:
         fix = "pass the same values in the same dtypes, or make them the same way."
-        raise ValueError(
-            format_error(CALLER, "the parameters are not those that the run began with.", fix=fix)
-        )
+        raise value_error("the parameters are not those that the run began with.", fix=fix)
 
     positions: Counter[int] = Counter()
     steps: dict[int, tuple[PyTree, PyTree]] = {}
@@ -74,7 +64,7 @@ def replay_events(
                 f" {event}."
             )
             fix = "the log is damaged, or its data or loss is not that of the run."
-            raise ValueError(format_error(CALLER, problem, fix=fix))
+            raise value_error(problem, fix=fix)
     if header["final"] is not None and digest(state.params) != header["final"]:
         problem = (
             "the parameters at the end are not those of the run, although they were the same at the"
@@ -84,7 +74,7 @@ def replay_events(
             "pass the data, loss and optimizer of the run; devices of another kind round"
             " differently."
         )
-        raise ValueError(format_error(CALLER, problem, fix=fix))
+        raise value_error(problem, fix=fix)
     return state.params
 
 
@@ -92,5 +82,5 @@ def _next(compute: WorkerCompute, worker: int, clock: int) -> PyTree:
     batch = compute.next_batch(worker)
     if batch is None:
         problem = f"batches_of({worker}) ended before step {clock} of worker {worker}."
-        raise ValueError(format_error(CALLER, problem, fix="pass the data of the run."))
+        raise value_error(problem, fix="pass the data of the run.")
     return batch

@@ -10,7 +10,7 @@ import jax
 import optax
 
 from shardopt.config._check import check_optimizer
-from shardopt.core._errors import calling, format_error
+from shardopt.core._errors import calling, format_error, type_error, value_error
 from shardopt.core._types import PyTree
 from shardopt.parameter_server import _clock as clocks
 from shardopt.parameter_server._apply import Mathematics
@@ -133,6 +133,7 @@ class ParameterServer:
         """Return whether the worker may start its next step."""
         return clocks.may_start(state.clock, worker) and worker not in state.working
 
+    @calling(CALLER)
     def pull(self, state: ServerState, worker: int) -> tuple[ServerState, Event]:
         """Start the worker's next step.
 
@@ -144,17 +145,13 @@ class ParameterServer:
         )
         if worker in state.working:
             problem = f"worker {worker} cannot pull: it has not pushed its step {step} yet."
-            raise ValueError(
-                format_error(CALLER, problem, fix="push first, or let it leave and join again.")
-            )
+            raise value_error(problem, fix="push first, or let it leave and join again.")
         if not clocks.may_start(state.clock, worker):
             problem = (
                 f"worker {worker} cannot start step {step}: the slowest is at {state.clock.slowest}"
             )
             fix = "ask may_pull first."
-            raise ValueError(
-                format_error(CALLER, f"{problem}, and max_staleness={self.max_staleness}.", fix=fix)
-            )
+            raise value_error(f"{problem}, and max_staleness={self.max_staleness}.", fix=fix)
         is_needed = (
             self.rule.uses_pulled and self.max_staleness != 0 and self.mathematics is not None
         )
@@ -162,6 +159,7 @@ class ParameterServer:
         event = Event("pull", worker, step, state.version, state.version, staleness)
         return state._replace(working={**state.working, worker: pulled}), event
 
+    @calling(CALLER)
     def push(
         self, state: ServerState, worker: int, update: Update | None, pulled_version: int
     ) -> tuple[ServerState, Event]:
@@ -175,7 +173,7 @@ class ParameterServer:
                 f" pulled {pulled_text}."
             )
             fix = "push once for each pull, with the version of its event."
-            raise ValueError(format_error(CALLER, problem, fix=fix))
+            raise value_error(problem, fix=fix)
         refused = self._is_refused(state, worker, step, update)
         working = _without(state.working, worker)
         state = state._replace(working=working, clock=clocks.tick(state.clock, worker))
@@ -336,18 +334,16 @@ def make_server(
     if not isinstance(rule, StalenessRule):
         problem = f"rule must be a StalenessRule or None, got {type(rule).__name__}."
         fix = "call one of parameter_server.rules, such as rules.dc_asgd()."
-        raise TypeError(format_error(CALLER, problem, fix=fix))
+        raise type_error(problem, fix=fix)
     try:
         json.dumps(dict(rule.config))
     except TypeError:
         problem = (
             f"the config of rule {rule.name!r} cannot be written to a log: {dict(rule.config)}."
         )
-        raise TypeError(
-            format_error(CALLER, problem, fix="keep plain numbers and strings in it.")
-        ) from None
+        raise type_error(problem, fix="keep plain numbers and strings in it.") from None
     if nonfinite not in ("raise", "skip"):
-        raise ValueError(f"{CALLER}: nonfinite must be 'raise' or 'skip', got {nonfinite!r}.")
+        raise value_error(f"nonfinite must be 'raise' or 'skip', got {nonfinite!r}.")
     codec = None if reducer is None else compressor(reducer)
     mathematics = None
     if tx is not None:

@@ -13,7 +13,7 @@ import optax
 
 from shardopt.core._arguments import check_count, check_number, is_integer, is_number
 from shardopt.core._block_model import LossFn
-from shardopt.core._errors import calling, format_error, type_error, value_error
+from shardopt.core._errors import calling, type_error, value_error
 from shardopt.core._types import PyTree
 from shardopt.mesh import make_mesh
 from shardopt.parameter_server._run import AsyncResult, AsyncRun, BatchesOf, WorkerCompute
@@ -140,11 +140,7 @@ def simulate(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing for real"
             " mathematics."
         )
-        raise ValueError(
-            format_error(
-                CALLER, problem, fix="pass tx, loss_fn, params and batches_of, or none of them."
-            )
-        )
+        raise value_error(problem, fix="pass tx, loss_fn, params and batches_of, or none of them.")
     settings = ServerSettings(max_staleness, rule, nonfinite, reducer)
     if tx is None or loss_fn is None or batches_of is None:
         make_server, header, compute, sizes = settings.maker(None), {}, no_compute(), (0, 0)
@@ -183,7 +179,7 @@ def _check_workers(workers: int | Sequence[SimulatedWorker]) -> Sequence[Simulat
             "workers must be an integer or a sequence of SimulatedWorker, got"
             f" {type(workers).__name__}."
         )
-        raise TypeError(format_error(CALLER, problem))
+        raise type_error(problem)
     if not workers:
         raise ValueError(f"{CALLER}: workers must be at least 1, got none.")
     for number, worker in enumerate(workers):
@@ -231,7 +227,7 @@ def _check_numbers(
         check_number("until", until)
     elif num_updates is None:
         fix = "pass num_updates, or until in seconds."
-        raise ValueError(format_error(CALLER, "nothing says when to stop.", fix=fix))
+        raise value_error("nothing says when to stop.", fix=fix)
     if message_bytes is not None:
         check_number("message_bytes", message_bytes)
     check_number("server_seconds", server_seconds)

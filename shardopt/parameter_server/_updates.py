@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core._errors import format_error, plural, type_error, value_error
+from shardopt.core._errors import plural, type_error, value_error
 from shardopt.core._types import (
     Metric,
     PyTree,
@@ -23,7 +23,6 @@ from shardopt.core._types import (
     wide_dtype,
 )
 
-CALLER = "parameter_server"
 NO_WEIGHT = "loss: its weight is 0"
 
 
@@ -137,20 +136,14 @@ def check_update(
     """
     if not isinstance(update, Update):
         problem = f"worker {worker} must push an Update, got {type(update).__name__}."
-        raise TypeError(
-            format_error(CALLER, problem, fix="make one with parameter_server.make_update(grads).")
-        )
+        raise type_error(problem, fix="make one with parameter_server.make_update(grads).")
     if message is not None:
         if (
             jax.tree.map(_leaf_type, update.grads) != jax.tree.map(_leaf_type, message)
             or update.is_finite is None
         ):
             problem = f"the push of worker {worker} is not encoded as the server reads it."
-            raise ValueError(
-                format_error(
-                    CALLER, problem, fix="push what the compressor of the same reducer writes."
-                )
-            )
+            raise value_error(problem, fix="push what the compressor of the same reducer writes.")
         return update
     if jax.tree.structure(update.grads) != jax.tree.structure(trained_params):
         pushed_paths, trained_paths = (
@@ -163,7 +156,7 @@ def check_update(
         offenders += [f"{path}: missing" for path in sorted(trained_paths - pushed_paths)]
         problem = f"the push of worker {worker} has another structure than the trained parameters."
         fix = "push the gradient of the parameters that were pulled."
-        raise ValueError(format_error(CALLER, problem, offenders, fix))
+        raise value_error(problem, offenders, fix)
     pairs = zip(leaves_with_paths(update.grads), jax.tree.leaves(trained_params), strict=True)
     misfits = [
         f"{path}: {_leaf_type(grad)}, the parameter is {_leaf_type(leaf)}"
@@ -174,7 +167,7 @@ def check_update(
         verb = f"do{'es' if len(misfits) == 1 else ''} not fit"
         problem = f"{plural(len(misfits), 'leaf')} of the push of worker {worker} {verb}."
         fix = "push gradients of the parameters' own shapes and dtypes."
-        raise ValueError(format_error(CALLER, problem, misfits, fix))
+        raise value_error(problem, misfits, fix)
     return update
 
 

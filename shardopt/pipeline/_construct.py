@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shardopt.core._errors import calling, format_error, plural, type_error, value_error
+from shardopt.core._errors import calling, plural, type_error, value_error
 from shardopt.pipeline._check import check_cells, check_sizes
 from shardopt.pipeline._schedule import Schedule
 from shardopt.pipeline._ticks import LETTERS, Ticks, as_table, input_pass_of
@@ -154,11 +154,9 @@ def from_order(
       stage 1  .   F0  B0  F1  B1  .
     """
     is_sequence = isinstance(orders, Sequence) and not isinstance(orders, str)
-    if not is_sequence or not all(isinstance(order, str) for order in orders):
-        raise TypeError(
-            format_error(name, f"orders must be one string per stage, got {orders!r:.80}.")
-        )
     with calling(name):
+        if not is_sequence or not all(isinstance(order, str) for order in orders):
+            raise type_error(f"orders must be one string per stage, got {orders!r:.80}.")
         actions_by_stage = _parse_orders(orders)
         _check_complete(actions_by_stage)
         chunks = 1 + max(action.chunk for actions in actions_by_stage for action in actions)

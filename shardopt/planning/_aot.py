@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
-from shardopt.core._errors import calling, format_error
+from shardopt.core._errors import calling, error_text, type_error, value_error
 from shardopt.core._extras import version_of
 from shardopt.core._types import PyTree, abstract, is_array_like
 from shardopt.hlo._program import (
@@ -169,11 +169,7 @@ def aot(
     opt = make(mesh)
     if not isinstance(opt, ShardedOptimizer):
         fix = "return a strategy, such as so.fsdp(tx, mesh, model)."
-        raise TypeError(
-            format_error(
-                "aot", f"make must return a ShardedOptimizer, got {type(opt).__name__}.", fix=fix
-            )
-        )
+        raise type_error(f"make must return a ShardedOptimizer, got {type(opt).__name__}.", fix=fix)
     start = time.perf_counter()
     shapes = jax.tree.map(
         lambda leaf: abstract(leaf) if is_array_like(leaf) else leaf, abstract_batch
@@ -215,7 +211,7 @@ def _compile(lowered: Lowered, topology: str, chip: Hardware) -> Compiled:
                 "install jax 0.11 or newer (Python 3.12), or the libtpu that belongs to this jax:"
                 " pip install 'jax[tpu]'."
             )
-            raise RuntimeError(format_error("aot", problem, fix=fix)) from error
+            raise RuntimeError(error_text(problem, fix=fix)) from error
         internal = text.startswith("INTERNAL") or (
             "RESOURCE_EXHAUSTED" not in text and "memory" not in text.lower()
         )
@@ -239,4 +235,4 @@ def _does_not_fit(topology: str, chip: Hardware, need: str) -> ValueError:
         "shard more (fsdp, tensor, more chips), recompute (remat), or take smaller micro-batches;"
         " so.plan ranks them."
     )
-    return ValueError(format_error("aot", problem, fix=fix))
+    return value_error(problem, fix=fix)

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from shardopt.config._config import PLACEMENTS
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, format_error, plural
+from shardopt.core._errors import calling, error_text, format_error, plural, value_error
 from shardopt.core._tables import aligned
 from shardopt.core._types import PyTree, Rules
 from shardopt.pipeline import schedules as known_schedules
@@ -307,14 +307,14 @@ def _check(
         check_count(name, value)
     if chips % slices:
         problem = f"{chips} chips cannot be spread evenly over {plural(slices, 'slice')}."
-        raise ValueError(format_error("plan", problem, fix=f"choose chips divisible by {slices}."))
+        raise value_error(problem, fix=f"choose chips divisible by {slices}.")
     for noun, names, known in (
         ("placement", placements, PLACEMENTS),
         ("schedule", schedules, _SCHEDULE_NAMES),
     ):
         if unknown := [name for name in names if name not in known]:
             problem = f"unknown {noun} {', '.join(map(repr, unknown))}."
-            raise ValueError(format_error("plan", problem, fix=f"use some of {', '.join(known)}."))
+            raise value_error(problem, fix=f"use some of {', '.join(known)}.")
     if not 0 <= headroom < 1:
         raise ValueError(f"plan: headroom must be at least 0 and below 1, got {headroom}.")
 
@@ -527,8 +527,7 @@ def _nothing_fits(plans: Plans) -> str:
     too_large = [entry for entry in plans.dropped if entry.missing_bytes]
     if not too_large:
         fix = f"choose a batch_size that {plans.chips} chips divide evenly, or other chips."
-        return format_error(
-            "plan",
+        return error_text(
             f"{title}: no layout divides evenly.",
             [entry.why for entry in plans.dropped],
             fix,
@@ -545,8 +544,7 @@ def _nothing_fits(plans: Plans) -> str:
         f"use about {-(-plans.chips * need // limit):.0f} chips or more{other}, or fewer rows per"
         " batch."
     )
-    return format_error(
-        "plan",
+    return error_text(
         f"{title}: nothing fits into {limit:,.0f} bytes per"
         f" {'chip' if chip.devices == 1 else 'device'}; the nearest are:",
         lines,

@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 
 from shardopt.core._block_model import BLOCKS, BlockModel, as_block_model, call
 from shardopt.core._block_remat import Named, read_remat
-from shardopt.core._errors import calling, format_error, plural
+from shardopt.core._errors import calling, plural, type_error, value_error
 from shardopt.core._rounding import Rounding
 from shardopt.core._types import PyTree, Rules, Weighted, leaves_with_paths
 from shardopt.mesh import analysis
@@ -267,9 +267,7 @@ class Workload(NamedTuple):
         policy = read_remat(remat)
         if not isinstance(policy, Named) or policy.offload:
             problem = f"remat must be True, False or 'save:NAME,...', got {remat!r}."
-            raise ValueError(
-                format_error("plan", problem, fix="write 'save:qkv,attention', or True for 'full'.")
-            )
+            raise value_error(problem, fix="write 'save:qkv,attention', or True for 'full'.")
         known = {value.name: value for value in self.named}
         if unknown := [name for name in policy.names if name not in known]:
             problem = (
@@ -281,7 +279,7 @@ class Workload(NamedTuple):
                 if known
                 else "use True, or name values with checkpoint_name."
             )
-            raise ValueError(format_error("plan", problem, unknown, fix))
+            raise value_error(problem, unknown, fix)
         saved = [known[name] for name in policy.names]
         return Recompute(
             Bytes(
@@ -330,6 +328,7 @@ def tensor_sums(params: PyTree, rules: Rules) -> tuple[int, int]:
     return row_sharded, column_sharded.count(False) + (True in column_sharded)
 
 
+@calling("trace")
 def trace(
     model: BlockModel,
     abstract_params: PyTree,
@@ -385,21 +384,13 @@ def trace(
             "use so.BlockModel(embed, block, loss), or describe a shape with"
             " so.planning.Transformer."
         )
-        raise TypeError(
-            format_error(
-                "trace", f"model must be a BlockModel, got {type(model).__name__}.", fix=fix
-            )
-        )
+        raise type_error(f"model must be a BlockModel, got {type(model).__name__}.", fix=fix)
     if not isinstance(abstract_params, dict) or BLOCKS not in abstract_params:
         fix = 'pass {"blocks": leaves stacked [L, ...], **outer}.'
-        raise ValueError(
-            format_error(
-                "trace", "the parameters of a BlockModel must be a dict with 'blocks'.", fix=fix
-            )
-        )
+        raise value_error("the parameters of a BlockModel must be a dict with 'blocks'.", fix=fix)
     if not all(np.ndim(leaf) for leaf in jax.tree.leaves(abstract_batch)):
         fix = "give every leaf of the batch its rows as first dim."
-        raise ValueError(format_error("trace", "a leaf of the batch has no dim.", fix=fix))
+        raise value_error("a leaf of the batch has no dim.", fix=fix)
     params = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract_params
     )
@@ -415,9 +406,7 @@ def trace(
     looked_up = named_values(embed).get(LOOKED_UP, []) if blocks.tables else []
     if blocks.tables and not looked_up:
         fix = "read them by so.nn.embedding, or leave tables out."
-        raise ValueError(
-            format_error("trace", "embed looks up none of BlockModel.tables.", blocks.tables, fix)
-        )
+        raise value_error("embed looks up none of BlockModel.tables.", blocks.tables, fix)
     return Workload(
         name=name,
         params=params,

@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 from shardopt.collectives._buckets import Bucket, plan_buckets
 from shardopt.core._axis import AxisName
 from shardopt.core._axis import axis_size as size_of
-from shardopt.core._errors import calling, format_error, value_error
+from shardopt.core._errors import calling, type_error, value_error
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
 from shardopt.core._types import PyTree, wide_dtype
 from shardopt.reducers._axis import (
@@ -144,9 +144,7 @@ def _checked_dtype(dtype: DTypeLike) -> np.dtype:
         wire_dtype = jnp.dtype(dtype)
     except TypeError as error:
         fix = "pass one such as jax.numpy.bfloat16."
-        raise TypeError(
-            format_error("exact", f"dtype must be a dtype, got {dtype!r}.", fix=fix)
-        ) from error
+        raise type_error(f"dtype must be a dtype, got {dtype!r}.", fix=fix) from error
     if not jnp.issubdtype(wire_dtype, jnp.floating) or wire_dtype.itemsize < 2:
         problem = f"dtype must be a floating dtype of 16 bits or more, got {wire_dtype.name}."
         raise value_error(problem, fix="use bfloat16, or so.reducers.int8() for fewer bits.")

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardopt.core._arguments import check_count, check_is_number
 from shardopt.core._axis import AxisName
-from shardopt.core._errors import calling, format_error, value_error
+from shardopt.core._errors import calling, type_error, value_error
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
 from shardopt.core._types import PyTree, leaves_with_paths, wide_dtype
 from shardopt.reducers._mean import mean_bytes, mean_of
@@ -313,9 +313,7 @@ def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _compile_pattern(stacked: str) -> re.Pattern[str]:
     if not isinstance(stacked, str):
-        raise TypeError(
-            format_error("power_sgd", f"stacked must be a regular expression, got {stacked!r}.")
-        )
+        raise type_error(f"stacked must be a regular expression, got {stacked!r}.")
     try:
         return re.compile(stacked)
     except re.error as error:

@@ -9,7 +9,7 @@ from shardopt.config._config import STAGES, configure
 from shardopt.config._options import ZeroOptions
 from shardopt.config._user_mesh import Axes
 from shardopt.core._block_model import LossFn
-from shardopt.core._errors import format_error
+from shardopt.core._errors import type_error, value_error
 from shardopt.step._build import build
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.strategies._keywords import with_options
@@ -77,8 +77,8 @@ def zero(
       2020.
     """
     if isinstance(stage, bool) or not isinstance(stage, int):
-        raise TypeError(f"zero: stage must be 1 or 2, got {stage!r} ({type(stage).__name__}).")
+        raise type_error(f"stage must be 1 or 2, got {stage!r} ({type(stage).__name__}).")
     if stage not in STAGES:
         fix = "use so.ddp to shard nothing, stage=1 or 2 for more, or so.fsdp for parameters too."
-        raise ValueError(format_error("zero", f"stage must be 1 or 2, got {stage!r}.", fix=fix))
+        raise value_error(f"stage must be 1 or 2, got {stage!r}.", fix=fix)
     return build(configure("zero", tx, mesh, loss_fn, STAGES[stage], options), own_slots)

@@ -13,7 +13,7 @@ from shardopt.checkpoint._checkpoints import Checkpoints, is_save_due
 from shardopt.checkpoint._hashed import is_hashed
 from shardopt.core._arguments import check_count
 from shardopt.core._early_stopping import EarlyStopping
-from shardopt.core._errors import format_error, plural, value_error
+from shardopt.core._errors import plural, type_error, value_error
 from shardopt.core._types import PyTree, TrainState, leaves_with_paths
 from shardopt.step._global_rows import Rows, RowsOfOne, unwrap
 from shardopt.step._optimizer import ShardedOptimizer
@@ -108,16 +108,12 @@ def check_optimizer_and_state(opt: ShardedOptimizer, state: TrainState | Deferre
     """
     if not (callable(getattr(opt, "step", None)) and callable(getattr(opt, "init", None))):
         fix = "pass what so.ddp, so.zero or so.fsdp returns."
-        raise TypeError(
-            format_error(
-                "fit", f"opt must be a so.ShardedOptimizer, got {type(opt).__name__}.", fix=fix
-            )
-        )
+        raise type_error(f"opt must be a so.ShardedOptimizer, got {type(opt).__name__}.", fix=fix)
     if isinstance(state, DeferredInit):
         return
     if not all(hasattr(state, field) for field in ("step", "params", "opt_state")):
         problem = f"state must be a so.TrainState, got {type(state).__name__}."
-        raise TypeError(format_error("fit", problem, fix="pass opt.init(params)."))
+        raise type_error(problem, fix="pass opt.init(params).")
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
         problem = (
             "the state was already used: a step takes over the memory of the state it is given."
@@ -158,7 +154,7 @@ def check_batches(batches: Iterable[PyTree]) -> None:
             "pass a grain dataset, an iterator or a list; for one batch over and over"
             " itertools.repeat(batch)."
         )
-        raise TypeError(format_error("fit", problem, fix=fix))
+        raise type_error(problem, fix=fix)
 
 
 def split_evaluate(
@@ -183,7 +179,7 @@ def split_evaluate(
             f" between evaluations, got {type(function).__name__}."
         )
         fix = "pass so.training.evaluation(opt, batches) or your own function."
-        raise TypeError(format_error("fit", problem, fix=fix))
+        raise type_error(problem, fix=fix)
     return function, every
 
 
@@ -195,7 +191,7 @@ def check_early_stopping(early_stopping: EarlyStopping | None) -> None:
             f" {type(early_stopping).__name__}."
         )
         fix = 'pass so.training.EarlyStopping("val_loss", patience=5).'
-        raise TypeError(format_error("fit", problem, fix=fix))
+        raise type_error(problem, fix=fix)
 
 
 def check_checkpoints(checkpoints: Checkpoints | None) -> None:
@@ -224,11 +220,7 @@ def check_checkpoints(checkpoints: Checkpoints | None) -> None:
             if isinstance(checkpoints, str | os.PathLike)
             else "directory"
         )
-        raise TypeError(
-            format_error(
-                "fit", problem, fix=f"pass so.Checkpoints({path_text}, every=100, keep=3)."
-            )
-        )
+        raise type_error(problem, fix=f"pass so.Checkpoints({path_text}, every=100, keep=3).")
 
 
 def check_hash_only(

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardopt.config._check import check_evaluate_fn
 from shardopt.core._block_model import LossFn
-from shardopt.core._errors import calling, format_error, value_error
+from shardopt.core._errors import calling, format_error, type_error, value_error
 from shardopt.core._loss_parts import LossParts
 from shardopt.core._types import Metric, PyTree, TrainState
 from shardopt.losses._metrics import added, value_of
@@ -85,9 +85,7 @@ def evaluation(
     inner_batches, _ = unwrap(batches)
     if iter(inner_batches) is inner_batches:
         problem = f"batches must be iterable more than once, got an iterator ({type(inner_batches).__name__})."
-        raise TypeError(
-            format_error("evaluation", problem, fix="pass list(itertools.islice(batches, n)).")
-        )
+        raise type_error(problem, fix="pass list(itertools.islice(batches, n)).")
     config = opt.config if evaluate_fn is None else opt.config.replace(evaluate_fn=evaluate_fn)
     check_evaluate_fn(config)
     check_selection("evaluation", params)
@@ -193,7 +191,7 @@ def call_evaluate(
     returned = evaluate(state, show=show) if isinstance(evaluate, Evaluation) else evaluate(state)
     if not isinstance(returned, Mapping):
         problem = f"evaluate must return a dict of numbers, got {type(returned).__name__}."
-        raise TypeError(format_error("fit", problem, fix='return {"val_loss": ...}.'))
+        raise type_error(problem, fix='return {"val_loss": ...}.')
     values = jax.device_get(dict(returned))
     if not_numbers := [
         f"{name!r}: {value!r:.80}"
@@ -202,7 +200,7 @@ def call_evaluate(
         if np.shape(value) or np.asarray(value).dtype.kind in "cOSUMm"
     ]:
         problem = "evaluate must return a dict of numbers."
-        raise TypeError(format_error("fit", problem, not_numbers, "reduce each to one number."))
+        raise type_error(problem, not_numbers, "reduce each to one number.")
     if clashing_names := sorted(set(values) & set(training_names)):
         problem = (
             f"evaluate returned {', '.join(map(repr, clashing_names))}, which training reports too."

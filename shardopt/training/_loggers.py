@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
-from shardopt.core._errors import calling, format_error, type_error
+from shardopt.core._errors import calling, type_error, value_error
 from shardopt.core._extras import is_installed
 from shardopt.runtime._files import write_atomic
 
@@ -55,7 +55,7 @@ def jsonl(path: str | os.PathLike[str]) -> Log:
     file = Path(path)
     if file.is_dir():
         fix = f"name a file in it, such as {str(file / 'metrics.jsonl')!r}."
-        raise ValueError(format_error("jsonl", f"{str(file)!r} is a folder.", fix=fix))
+        raise value_error(f"{str(file)!r} is a folder.", fix=fix)
     return _JsonLines(file)
 
 
@@ -67,7 +67,7 @@ def as_loggers(log: Log | Sequence[Log] | None) -> tuple[Log, ...]:
     if not_callable := [type(logger).__name__ for logger in loggers if not callable(logger)]:
         problem = f"log must be callables (step, metrics) -> None, got {', '.join(not_callable)}."
         fix = "pass so.training.jsonl(path) or a function of your own."
-        raise TypeError(format_error("fit", problem, fix=fix))
+        raise type_error(problem, fix=fix)
     return tuple(logger for logger in loggers if callable(logger))
 
 

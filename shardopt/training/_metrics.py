@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.checkpoint._checkpoints import Checkpoints
-from shardopt.core._errors import CheckpointError, NonFiniteLossError, format_error, value_error
+from shardopt.core._errors import CheckpointError, NonFiniteLossError, error_text, value_error
 from shardopt.core._types import PyTree, TrainState, is_array_like
 
 
@@ -248,5 +248,5 @@ def _fail(cause: str, step: int, position: int, checkpoints: Checkpoints | None)
     )
     problem = f"{cause} at step {step} (batch {position}, both counted from 0)."
     raise NonFiniteLossError(
-        format_error("fit", problem, checkpoint_lines, fix), step=step, position=position
+        error_text(problem, checkpoint_lines, fix), step=step, position=position
     )

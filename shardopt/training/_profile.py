@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import format_error
+from shardopt.core._errors import type_error
 from shardopt.runtime._processes import handled_signals
 from shardopt.step._optimizer import Metrics
 from shardopt.training._hooks import Hook
@@ -94,6 +94,6 @@ def check_profile(profile: tuple[int, int] | None) -> None:
         return
     if not isinstance(profile, tuple | list) or len(profile) != 2:
         problem = f"profile must be (first step, number of steps), got {profile!r:.80}."
-        raise TypeError(format_error("fit", problem, fix="pass profile=(10, 5)."))
+        raise type_error(problem, fix="pass profile=(10, 5).")
     check_count("profile[0]", profile[0], minimum=0)
     check_count("profile[1]", profile[1])

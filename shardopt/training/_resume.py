@@ -21,7 +21,7 @@ from shardopt.core._errors import (
     CheckpointError,
     DamagedCheckpointError,
     NonFiniteLossError,
-    format_error,
+    error_text,
 )
 from shardopt.core._types import PyTree, TrainState, leaves_with_paths
 from shardopt.step._host_values import params_as_arrays
@@ -117,16 +117,14 @@ class SavedStates:
                 " saved from."
             )
             fix = "bring one back from a copy, or start again in another folder."
-            raise DamagedCheckpointError(format_error("fit", problem, fix=fix))
+            raise DamagedCheckpointError(error_text(problem, fix=fix))
         position = extra.get("batches")
         stream_text = "the data from its beginning: the checkpoint holds no position"
         if position is not None:
             stream_text = stream.restore(position)
         else:
             fix = "save with so.fit, or put the batches into their place before it is called."
-            warnings.warn(
-                format_error("fit", f"{stream_text}; rows are seen again.", fix=fix), stacklevel=6
-            )
+            warnings.warn(error_text(f"{stream_text}; rows are seen again.", fix=fix), stacklevel=6)
         self.say(f"Resuming from step {latest} in {source}, {stream_text}.")
         stopping_state = stopping.from_json(rule, extra.get("early_stopping"))
         if rule is not None and stopping_state is None:

@@ -1,6 +1,5 @@
 """`make_mesh`: sizes, order of devices, refusals."""
 
-import re
 from types import SimpleNamespace
 
 import jax
@@ -69,9 +68,7 @@ def test_hosts_are_put_on_data():
 
 def test_slices_are_put_on_replica_and_data():
     assert axes._over_slices((2, 8, 1, 4), 4, 2) == ((1, 4, 1, 4), (2, 2, 1, 1))
-    with pytest.raises(
-        ValueError, match=re.escape("make_mesh: 3 slices cannot be laid along replica and data")
-    ):
+    with pytest.raises(ValueError, match="3 slices cannot be laid along replica and data"):
         axes._over_slices((1, 8, 1, 4), 3, 2)
 
 

@@ -129,7 +129,7 @@ def test_paths_that_cannot_be(tmp_path):
 
 def test_logs_that_are_no_callables():
     message = (
-        "fit: log must be callables (step, metrics) -> None, got str, int.\nFix: pass"
+        "shardopt: log must be callables (step, metrics) -> None, got str, int.\nFix: pass"
         " so.training.jsonl(path) or a function of your own."
     )
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
