@@ -99,6 +99,11 @@ def spec_axes(spec: Iterable[str | tuple[str | None, ...] | None]) -> list[str]:
     ]
 
 
+def size_along(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
+    """Return the number of devices along some axes together."""
+    return math.prod(sizes[axis] for axis in axes)
+
+
 def data_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Return the axes that split the rows of a batch: data, and replica and expert if the mesh has
     them.
@@ -304,7 +309,7 @@ def _within_slice(sizes: dict[str, int], devices: list[Any]) -> np.ndarray:
         "tensor",
     ]
     grid_sizes = [sizes[axis] for axis in order if axis not in joined_axes]
-    grid_sizes.insert(len(grid_sizes) - 1, math.prod(sizes[axis] for axis in joined_axes))
+    grid_sizes.insert(len(grid_sizes) - 1, size_along(sizes, joined_axes))
     grid = mesh_utils.create_device_mesh(grid_sizes, devices, allow_split_physical_axes=True)
     return grid.reshape([sizes[axis] for axis in order]).transpose(
         [order.index(axis) for axis in sizes]

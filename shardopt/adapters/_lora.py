@@ -29,7 +29,7 @@ from shardopt.checkpoint._hashed import compile_patterns
 from shardopt.core._arguments import check_choice, check_count, check_number
 from shardopt.core._block_model import BLOCKS, BlockModel, LossFn, as_block_model, takes_rng
 from shardopt.core._errors import calling, plural, type_error, value_error
-from shardopt.core._types import PyTree, Rule, Rules, TrainState, leaves_with_paths
+from shardopt.core._types import PyTree, Rule, Rules, TrainState, is_floating, leaves_with_paths
 from shardopt.models._pretrained import Pretrained, sharding_of_weight
 from shardopt.nn._low_rank import FACTORS, LowRank, low_rank_shapes
 from shardopt.optimizers import Matrix
@@ -294,7 +294,7 @@ class Lora:
 
     def _problem_of(self, leaf: Any, matrix: Matrix | None) -> str:
         """Return why a target cannot have an adapter, or ""."""
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if not is_floating(leaf):
             return f"dtype {leaf.dtype} is not floating"
         if matrix is None:
             return f"shape {leaf.shape} has no Matrix that says which dims are rows"

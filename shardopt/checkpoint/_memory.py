@@ -26,7 +26,7 @@ from shardopt.checkpoint._store import describe, from_storable, place, to_storab
 from shardopt.checkpoint._sums import LeafSums, check_sums
 from shardopt.checkpoint._tree import JsonObject, LeafPath, leaves_by_path, show
 from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree
+from shardopt.core._types import PyTree, with_leaves
 from shardopt.runtime import _vault as vault
 from shardopt.runtime._launch import RESTART
 from shardopt.step._optimizer import ShardedOptimizer
@@ -405,7 +405,7 @@ def place_snapshot(snapshot: MemorySnapshot, abstract_state: PyTree) -> PyTree:
             return np.ndarray(_shape(bounds), stored.dtype, shards[bounds])
 
         leaves.append(from_storable(place(stored, read), describe(leaf)))
-    state = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
+    state = with_leaves(abstract_state, leaves)
     check_sums(f"the snapshot of step {snapshot.step}", state, snapshot.sums)
     return state
 

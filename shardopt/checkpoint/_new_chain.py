@@ -17,7 +17,7 @@ from shardopt.checkpoint._replicas import as_stored, fits, to_wanted
 from shardopt.checkpoint._store import Leaf, StoredLeaves, describe, dtype_of
 from shardopt.checkpoint._tree import LeafPath, leaves_by_path, nest, show, type_names, unescape
 from shardopt.core._errors import MAX_LISTED, CheckpointError, error_text, plural
-from shardopt.core._types import PyTree
+from shardopt.core._types import PyTree, with_leaves
 from shardopt.step._inputs import put
 
 
@@ -209,9 +209,7 @@ def _started(
 ) -> dict[LeafPath, jax.Array]:
     """Return the first values of leaves; the memory of other first values is freed."""
     params = wanted_state._replace(opt_state=())
-    params = jax.tree.unflatten(
-        jax.tree.structure(params), [leaves[path] for path in leaves_by_path(params)]
-    )
+    params = with_leaves(params, [leaves[path] for path in leaves_by_path(params)])
     first_leaves = leaves_by_path(chain.init(params))
     for path, leaf in first_leaves.items():
         if path not in started:

@@ -11,7 +11,6 @@ the number changes.
 reports all other differences.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,9 +21,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardopt.checkpoint._store import Leaf, StoredLeaves, describe, dtype_of
 from shardopt.checkpoint._tree import LeafPath, escape, leaves_by_path, show
 from shardopt.core._errors import CheckpointError, error_text
-from shardopt.core._types import PyTree, merge_replicas
+from shardopt.core._types import PyTree, merge_replicas, with_leaves
 from shardopt.local_updates._state import PerReplica, ReplicaStates
-from shardopt.mesh import spec_axes
+from shardopt.mesh import size_along, spec_axes
 from shardopt.reducers import ErrorFeedback, PerDevice
 from shardopt.step._compressed import CompressedOptState
 from shardopt.transforms._eight_bit import EightBitState
@@ -95,7 +94,7 @@ def as_stored(
                 " new_opt.init(restore(directory, old_opt).params)."
             )
             raise CheckpointError(error_text(f"{source} {reason}", refused[kind], fix=fix))
-    return jax.tree.unflatten(jax.tree.structure(wanted), leaves), changes
+    return with_leaves(wanted, leaves), changes
 
 
 def fits(
@@ -137,7 +136,7 @@ def to_wanted(state: PyTree, changes: dict[LeafPath, ResizedLeaf]) -> PyTree:
             return jnp.broadcast_to(leaf, change.wanted.shape)
 
         leaves[path] = jax.jit(merge, out_shardings=change.wanted.sharding)(leaves[path])
-    return jax.tree.unflatten(jax.tree.structure(state), list(leaves.values()))
+    return with_leaves(state, list(leaves.values()))
 
 
 def _kinds(wanted: PyTree) -> dict[LeafPath, str]:
@@ -218,7 +217,7 @@ def _with_sizes(
         entries = list(sharding.spec) + [None] * (len(shape) - len(sharding.spec))
         for dim in dims:
             axes = spec_axes((entries[dim],))
-            if shape[dim] % math.prod(sharding.mesh.shape[axis] for axis in axes):
+            if shape[dim] % size_along(sharding.mesh.shape, axes):
                 entries[dim] = None
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*entries))
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)

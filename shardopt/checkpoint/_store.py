@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
 from shardopt.checkpoint._tree import LeafPath, leaves_by_path, nest, show, unnest
 from shardopt.core._errors import type_error, value_error
-from shardopt.core._types import PyTree, is_array_like
+from shardopt.core._types import PyTree, is_array_like, is_key, with_leaves
 from shardopt.runtime._progress import waiting
 
 ArrayLeaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct
@@ -59,7 +58,7 @@ StoredLeaves = dict[LeafPath, Leaf]
 
 def describe(leaf: ArrayLeaf) -> Leaf:
     """Return the record of a concrete or abstract leaf."""
-    if not _is_key(leaf):
+    if not is_key(leaf):
         return Leaf(tuple(leaf.shape), np.dtype(leaf.dtype).name)
     # key_impl needs an array, and accepts a traced one, so this works for abstract keys too.
     implementations: list[object] = []
@@ -96,7 +95,7 @@ def to_storable(leaf: A) -> A:
     """Return the stored form of a concrete or abstract array: the integers of a typed random key,
     else the array.
     """
-    if not _is_key(leaf):
+    if not is_key(leaf):
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
         key_data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
@@ -158,10 +157,6 @@ def check_leaves(tree: PyTree) -> None:
         raise value_error(
             "these arrays of the state were deleted, probably donated.", deleted, fix=fix
         )
-
-
-def _is_key(leaf: ArrayLeaf) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _implementation(leaf: Leaf) -> str:
@@ -267,7 +262,7 @@ def read_arrays(folder: Path, target: PyTree) -> PyTree:
                 leaf, lambda index, leaf=leaf: np.zeros(leaf.shape, leaf.dtype)[index]
             )
     leaves = [from_storable(arrays[path], describe(leaf)) for path, leaf in wanted.items()]
-    return jax.tree.unflatten(jax.tree.structure(target), leaves)
+    return with_leaves(target, leaves)
 
 
 def _restore_args(target: PyTree) -> Any:

@@ -6,7 +6,6 @@ Options that cannot be combined are refused.
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from shardopt.cli._conditions import check_conditions
 from shardopt.cli._options import RunOptions, TrainOptions, check_numbers
 from shardopt.core._errors import plural, value_error
 from shardopt.core._types import Devices, Rules
-from shardopt.mesh import data_axes
+from shardopt.mesh import data_axes, size_along
 from shardopt.models import gpt
 from shardopt.pipeline._kinds import KINDS
 from shardopt.planning._layout import named_builder
@@ -154,7 +153,7 @@ def num_micro_batches(options: RunOptions, mesh: Mesh) -> int:
     batch_size, stages = options.training.batch_size, mesh.shape["pipeline"]
     requested = options.where.micro_batches
     axes = data_axes(mesh)
-    devices = math.prod(mesh.shape[axis] for axis in axes)
+    devices = size_along(mesh.shape, axes)
     candidates = [requested] if requested else [2 * stages, stages] if stages > 1 else [1]
     for count in candidates:
         if batch_size % (devices * count) == 0:

@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec
 
 from shardopt.collectives._buckets import all_reduce_buckets
-from shardopt.core._types import PyTree
+from shardopt.core._types import PyTree, with_leaves
 from shardopt.mesh import mesh_under_trace, spec_axes, trace_without_mesh
 from shardopt.trace._jaxprs import equations
 
@@ -63,9 +63,7 @@ def per_device(
             error_text = _CONSTRAINT_ERROR if _constrains_tensor(program.jaxpr) else ""
             # checks for NaN and infinity need to run the function itself
             if not (error_text or jax.debug_nans.value or jax.debug_infs.value):
-                return jax.tree.unflatten(
-                    jax.tree.structure(shapes), jaxpr_as_fun(program)(*jax.tree.leaves(args))
-                )
+                return with_leaves(shapes, jaxpr_as_fun(program)(*jax.tree.leaves(args)))
         if _CONSTRAINT_ERROR in error_text:
             return in_manual_view(f, all_axes - {TENSOR})(*args)
         return in_manual_view(

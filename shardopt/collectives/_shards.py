@@ -28,7 +28,7 @@ from shardopt.collectives._tiles import (
 )
 from shardopt.collectives._wire import Encoded, LeafWire
 from shardopt.core._checksum import checksum_of, to_limbs
-from shardopt.core._types import replaced
+from shardopt.core._types import is_floating, is_inexact, replaced
 from shardopt.mesh import device_kind, device_kind_or_default
 
 
@@ -58,11 +58,7 @@ def all_gather(
       is summed over its axes; the gradient of a replicated leaf stays local.
     """
     stored = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    differentiable = [
-        i
-        for i, wire in enumerate(wires)
-        if wire.trained and jnp.issubdtype(stored[i].dtype, jnp.inexact)
-    ]
+    differentiable = [i for i, wire in enumerate(wires) if wire.trained and is_inexact(stored[i])]
 
     def forward(xs, probe):
         del probe
@@ -244,6 +240,6 @@ def _as_bits_on_cpu(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax
     Other devices send them unchanged: on a TPU the cast to bits and back copies the gathered array.
     """
     bits = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize)
-    if bits is None or not jnp.issubdtype(x.dtype, jnp.floating) or device_kind() != "cpu":
+    if bits is None or not is_floating(x) or device_kind() != "cpu":
         return move(x)
     return jax.lax.bitcast_convert_type(move(jax.lax.bitcast_convert_type(x, bits)), x.dtype)

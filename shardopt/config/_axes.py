@@ -6,12 +6,12 @@ axes that its gradient is summed over.** If a leaf is sharded over an axis, its 
 reduce-scattered over it. Otherwise its gradient is all-reduced.
 """
 
-import math
 from collections.abc import Collection
 from typing import Literal, NamedTuple
 
 from jax.sharding import Mesh, PartitionSpec
 
+from shardopt.mesh import size_along
 from shardopt.partition import LeafPlan
 
 
@@ -63,7 +63,7 @@ class AxisTable(NamedTuple):
     @property
     def num_shares(self) -> int:
         """The number of devices whose shares of the batch add up to one gradient."""
-        return math.prod(self.sizes[axis] for axis in self.summed)
+        return size_along(self.sizes, self.summed)
 
     @property
     def summed_rows(self) -> tuple[str, ...]:
@@ -73,17 +73,17 @@ class AxisTable(NamedTuple):
     @property
     def num_all_row_shares(self) -> int:
         """The number of shares that the rows of all replicas are cut into."""
-        return math.prod(self.sizes[axis] for axis in self.rows)
+        return size_along(self.sizes, self.rows)
 
     @property
     def num_row_shares(self) -> int:
         """The number of shares that the rows of one gradient are cut into."""
-        return math.prod(self.sizes[axis] for axis in self.summed_rows)
+        return size_along(self.sizes, self.summed_rows)
 
     @property
     def num_position_shares(self) -> int:
         """The number of shares that the positions of a sequence are cut into."""
-        return math.prod(self.sizes[axis] for axis in self.positions)
+        return size_along(self.sizes, self.positions)
 
     def gradient(self, plan: LeafPlan, *, done: Collection[str] = ()) -> tuple[str, ...]:
         """Return the axes that the gradient of a leaf is still summed over, without the axes in

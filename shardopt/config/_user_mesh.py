@@ -5,7 +5,6 @@ axes. Inputs and outputs of the compiled programs (state, batch, metrics) live o
 whose shardings are equivalent.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,9 +12,9 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardopt.config._axes import TABLE
-from shardopt.core._errors import type_error, value_error
+from shardopt.core._errors import quoted, type_error, value_error
 from shardopt.core._types import PyTree, Rule, Rules, is_array_like
-from shardopt.mesh import AXES, on_mesh, spec_axes
+from shardopt.mesh import AXES, on_mesh, size_along, spec_axes
 from shardopt.partition._rules import check_rules
 
 
@@ -202,7 +201,7 @@ def read_mesh(mesh: Mesh, names: Axes | None, *, pipelined: bool) -> tuple[Mesh,
     # partitioner can only handle the tensor axis if it is Auto.
     order = [*dict.fromkeys(role_of[axis] for axis in mesh.axis_names if axis in role_of)]
     order += [role for role in ("pipeline", "tensor") if role not in order]
-    sizes = [math.prod(mesh.shape[axis] for axis in axes.get(role, ())) for role in order]
+    sizes = [size_along(mesh.shape, axes.get(role, ())) for role in order]
     grid = mesh.devices.reshape(sizes)
     return Mesh(grid, tuple(order), axis_types=(AxisType.Auto,) * len(order)), UserMesh(mesh, axes)
 
@@ -220,7 +219,7 @@ def _axes_of_roles(mesh: Mesh, names: Axes) -> dict[str, tuple[str, ...]]:
             missing := [axis for axis in axes if axis not in mesh.axis_names]
         ):
             problem = (
-                f"{role} of so.Axes names {', '.join(map(repr, missing))}, but the mesh has axes"
+                f"{role} of so.Axes names {quoted(missing)}, but the mesh has axes"
                 f" {mesh.axis_names}."
             )
             raise value_error(problem, fix="name axes of the mesh.")
@@ -229,7 +228,7 @@ def _axes_of_roles(mesh: Mesh, names: Axes) -> dict[str, tuple[str, ...]]:
             axes_of_roles[role] = ordered_axes
     named_axes = [axis for role_axes in axes_of_roles.values() for axis in role_axes]
     if repeated := sorted({axis for axis in named_axes if named_axes.count(axis) > 1}):
-        problem = f"mesh axis {', '.join(map(repr, repeated))} has two roles: {names[1:]}."
+        problem = f"mesh axis {quoted(repeated)} has two roles: {names[1:]}."
         raise value_error(problem, fix="give each axis one role.")
     return {role: axes_of_roles[role] for role in AXES if role in axes_of_roles}
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax
 from jax._src.core import get_axis_env, top_axis_env, trace_ctx
 
-from shardopt.core._errors import type_error, value_error
+from shardopt.core._errors import quoted, type_error, value_error
 
 AxisName = str | tuple[str, ...]
 """The name of a mesh axis, or a tuple of names that act as one axis; the last name varies fastest.
@@ -33,12 +33,12 @@ def axis_size(axis_name: AxisName) -> int:
     """Return the number of devices along the axis."""
     names = axis_names(axis_name)
     if unbound := [name for name in names if not is_bound(name)]:
-        quoted = ", ".join(repr(name) for name in unbound)
-        problem = f"axis {quoted} {'is' if len(unbound) == 1 else 'are'} not bound here."
+        names_text = quoted(unbound)
+        problem = f"axis {names_text} {'is' if len(unbound) == 1 else 'are'} not bound here."
         fix = (
-            f"call it inside jax.shard_map over a mesh with axis {quoted} (manual, not left to the"
+            f"call it inside jax.shard_map over a mesh with axis {names_text} (manual, not left to the"
             " partitioner), or inside jax.pmap or jax.vmap with"
-            f" axis_name={quoted if len(unbound) == 1 else names}."
+            f" axis_name={names_text if len(unbound) == 1 else names}."
         )
         raise value_error(problem, fix=fix)
     return math.prod(jax.lax.axis_size(name) for name in names)

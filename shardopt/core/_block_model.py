@@ -10,11 +10,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from shardopt.core._block_remat import Remat, checkpointed
 from shardopt.core._rounding import Rounding
-from shardopt.core._types import Loss, PyTree
+from shardopt.core._types import Loss, PyTree, is_key
 
 BLOCKS = "blocks"
 
@@ -196,7 +195,7 @@ def _folded(rng: jax.Array, number: jax.typing.ArrayLike) -> jax.Array:
 
 def is_key_of_each_row(rng: jax.Array) -> bool:
     """Return whether this is a random key for each row [rows], for a loss of `so.per_row`."""
-    return jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) and rng.ndim == 1
+    return is_key(rng) and rng.ndim == 1
 
 
 def takes_rng(fn: Any) -> bool:

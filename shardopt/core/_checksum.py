@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from shardopt.core._types import is_key
+
 LIMBS = 8
 """A sum as floats: eight of 8 bits each, whose additions are exact for up to 2^16 sums."""
 
@@ -87,7 +89,7 @@ def from_limbs(limbs: jax.Array) -> jax.Array:
 
 def _words(x: jax.Array) -> list[jax.Array]:
     """Return the bits of each element as one or more arrays of uint32."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         x = jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return [*_words(x.real), *_words(x.imag)]

@@ -3,7 +3,7 @@ fix.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar, Token
 from typing import Any, TypeVar, cast
 
@@ -176,6 +176,11 @@ def value_error(problem: str, offenders: Sequence[str] = (), fix: str = "") -> V
 def type_error(problem: str, offenders: Sequence[str] = (), fix: str = "") -> TypeError:
     """Return a TypeError with the message of `error_text`."""
     return TypeError(error_text(problem, offenders, fix))
+
+
+def quoted(names: Iterable[object]) -> str:
+    """Return names with quotes, separated by commas."""
+    return ", ".join(map(repr, names))
 
 
 def plural(count: int, noun: str) -> str:

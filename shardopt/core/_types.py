@@ -2,6 +2,7 @@
 their trees.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -214,6 +215,31 @@ def is_array_like(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
+def is_inexact(leaf: Any) -> bool:
+    """Return whether a leaf has floating or complex numbers."""
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def is_floating(leaf: Any) -> bool:
+    """Return whether a leaf has floating numbers."""
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def is_key(leaf: Any) -> bool:
+    """Return whether a leaf is a typed random key."""
+    return is_array_like(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def num_bytes(leaf: Any) -> int:
+    """Return the bytes of a leaf, which may be abstract."""
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+def with_leaves(tree: PyTree, leaves: Iterable[Any]) -> PyTree:
+    """Return a tree of the same structure with other leaves."""
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
 def replaced(
     leaves: Sequence[_Leaf], positions: Iterable[int], new_leaves: Iterable[_Leaf]
 ) -> list[_Leaf]:
@@ -254,6 +280,11 @@ def wide_dtype(dtype: DTypeLike) -> np.dtype:
     return jnp.dtype(jnp.float32)
 
 
+def widened(x: jax.Array) -> jax.Array:
+    """Return an array in its `wide_dtype`."""
+    return x.astype(wide_dtype(x.dtype))
+
+
 def wide_zeros(tree: PyTree) -> PyTree:
     """Return zeros with the shapes of a tree, which may be abstract, in dtypes wide enough for
     sums.
@@ -280,8 +311,8 @@ def merge_replicas(stacked: jax.Array, axis: int = 0) -> jax.Array:
       >>> merge_replicas(jnp.array([[1.0, 2.0], [3.0, 6.0]])).tolist(), int(merge_replicas(jnp.array([4, 5])))
       ([2.0, 4.0], 5)
     """
-    if jnp.issubdtype(stacked.dtype, jnp.inexact):
+    if is_inexact(stacked):
         return jnp.mean(stacked, axis, dtype=wide_dtype(stacked.dtype)).astype(stacked.dtype)
-    if jnp.issubdtype(stacked.dtype, jax.dtypes.prng_key):
+    if is_key(stacked):
         return jax.lax.index_in_dim(stacked, 0, axis, keepdims=False)
     return jnp.max(stacked, axis)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from shardopt.core._types import PyTree, leaves_with_paths
+from shardopt.core._types import PyTree, is_key, leaves_with_paths
 from shardopt.diagnose._pieces import values_on_host
 
 ROUNDINGS = 16
@@ -111,7 +111,7 @@ def compare_copies(state: PyTree) -> list[Difference]:
 
 def as_numbers(leaf: PyTree) -> np.ndarray:
     """Return a leaf on the host in double precision; a random key as its data."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     array = np.asarray(leaf)
     return array.astype(complex if np.iscomplexobj(array) else float)

@@ -12,7 +12,16 @@ import optax
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._transformation import ExtraArgs, call_update
-from shardopt.core._types import Max, Min, PyTree, Sum, Updated, Weighted, leaves_with_paths
+from shardopt.core._types import (
+    Max,
+    Min,
+    PyTree,
+    Sum,
+    Updated,
+    Weighted,
+    is_floating,
+    leaves_with_paths,
+)
 from shardopt.diagnose._piece_loss import PieceLoss
 from shardopt.transforms._skip_anomalies import unless_skipped
 
@@ -95,7 +104,7 @@ class OneDevice:
         if dtype is None:
             return params
         leaves = self.layout.trained_leaves(self.layout.treedef.flatten_up_to(params))
-        cast = [x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in leaves]
+        cast = [x.astype(dtype) if is_floating(x) else x for x in leaves]
         return self.layout.merge(self.layout.treedef.flatten_up_to(params), cast)
 
     @functools.cached_property

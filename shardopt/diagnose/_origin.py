@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from shardopt.core._types import is_inexact, is_key
 from shardopt.trace._jaxprs import CHECKPOINTS, constants_of, jaxpr_params, open_jaxpr
 from shardopt.trace._parts import Trace, inputs_of, part_of
 from shardopt.trace._walk import Equations, Walk, scan_parts, while_parts
@@ -113,7 +114,7 @@ def _preference(origin: Origin) -> tuple[bool, bool, int]:
 
 def _flags(array: jax.Array) -> tuple[bool, bool]:
     """Return whether an array has a NaN, and whether it has a NaN or an infinity."""
-    if not jnp.issubdtype(array.dtype, jnp.inexact):
+    if not is_inexact(array):
         return False, False
     numbers = np.asarray(array)
     if not jnp.issubdtype(array.dtype, jnp.complexfloating):
@@ -308,7 +309,7 @@ def _constant(values: Sequence[object]) -> Value:
 
 def _on_host(array: Any) -> Any:
     """Return an array as numpy; random keys stay as they are."""
-    return array if jnp.issubdtype(array.dtype, jax.dtypes.extended) else np.asarray(array)
+    return array if is_key(array) else np.asarray(array)
 
 
 def _stack(values: Sequence[Value]) -> Value:

@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.core._block_model import takes_rng
-from shardopt.core._types import PyTree, TrainState
+from shardopt.core._types import PyTree, TrainState, is_key
 from shardopt.losses._batch_dims import num_rows, row_counts
 from shardopt.losses._global_view import num_micro_batches
 from shardopt.losses._loss import step_key
@@ -99,7 +98,7 @@ def values_on_host(leaf: PyTree) -> PyTree:
     """Return all values of a leaf on the host; a random key stays an array of keys."""
     if not isinstance(leaf, jax.Array):
         return leaf
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         return jax.random.wrap_key_data(
             values_on_host(jax.random.key_data(leaf)), impl=str(jax.random.key_impl(leaf))
         )

@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 
 from jax.sharding import Sharding
 
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import format_error, plural, quoted
 from shardopt.core._tables import aligned, name_end
 from shardopt.hlo._collective import Collective
 from shardopt.hlo.proof import Proof, prove
@@ -251,8 +251,7 @@ def _without_single_axes(row: Expected, mesh_shape: Mapping[str, int]) -> Expect
     axes = (row.axes,) if isinstance(row.axes, str) else tuple(row.axes)
     if unknown := [axis for axis in axes if axis not in mesh_shape]:
         problem = (
-            f"the expected {row.kind} is over {', '.join(map(repr, unknown))}, which the mesh does"
-            " not have."
+            f"the expected {row.kind} is over {quoted(unknown)}, which the mesh does not have."
         )
         raise ValueError(
             format_error("audit", problem, fix=f"name axes among {', '.join(mesh_shape)}.")

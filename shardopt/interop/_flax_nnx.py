@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from shardopt.core._block_model import LossFn, call
 from shardopt.core._errors import calling, type_error, value_error
 from shardopt.core._extras import require
-from shardopt.core._types import PyTree, Rule, Updated, Weighted, leaves_with_paths
+from shardopt.core._types import PyTree, Rule, Updated, Weighted, is_key, leaves_with_paths
 
 CALLER = "interop.nnx"
 
@@ -141,7 +141,7 @@ def _draw_keys(streams: PyTree, rng: jax.Array) -> PyTree:
     leaves, treedef = jax.tree.flatten(streams)
 
     def draw(leaf: jax.ShapeDtypeStruct, index: int) -> jax.Array:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if is_key(leaf):
             # stacked modules have stacks of keys
             return jax.random.split(jax.random.fold_in(rng, index), leaf.shape)
         return jnp.zeros(leaf.shape, leaf.dtype)

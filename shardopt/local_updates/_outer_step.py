@@ -5,7 +5,6 @@ mix in the result.
 from collections.abc import Collection, Sequence
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
@@ -13,7 +12,7 @@ from shardopt.collectives import all_reduce, per_device
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.config._transformation import check_updates
-from shardopt.core._types import PyTree, wide_dtype
+from shardopt.core._types import PyTree, is_inexact, widened
 from shardopt.local_updates._state import (
     REPLICA,
     Fragment,
@@ -73,7 +72,7 @@ class OuterStep:
                 deltas.append(shared_part - replica_part)
             if self.compression is not None:
                 return compress_mean(self.compression, deltas, reducer_state)
-            wide_deltas = [delta.astype(wide_dtype(delta.dtype)) for delta in deltas]
+            wide_deltas = [widened(delta) for delta in deltas]
             sums = all_reduce(wide_deltas, [REPLICA], [plan.tensor for plan in self.part_plans])
             return [
                 (x / self.replicas).astype(delta.dtype)
@@ -152,9 +151,9 @@ def average(
     replicas = config.mesh.shape[REPLICA]
 
     def average_leaf(plan, leaf):
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        if not is_inexact(leaf):
             return jax.lax.pmax(leaf, REPLICA)
-        (total,) = all_reduce([leaf.astype(wide_dtype(leaf.dtype))], [REPLICA], [plan.tensor])
+        (total,) = all_reduce([widened(leaf)], [REPLICA], [plan.tensor])
         return (total / replicas).astype(leaf.dtype)
 
     def on_device(replica_leaves):

@@ -2,7 +2,6 @@
 context axis.
 """
 
-import math
 import re
 from collections.abc import Callable, Sequence
 
@@ -14,6 +13,7 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._options import BatchDims, LeafDims
 from shardopt.core._errors import format_error, plural
 from shardopt.core._types import PyTree, leaves_with_paths, path_text
+from shardopt.mesh import size_along
 
 FIX_ROWS = (
     "name the dim of rows of a leaf, or None if all rows share it: batch_dims=[(regex, dim or"
@@ -165,7 +165,7 @@ def placed_specs(config: StrategyConfig, batch: PyTree) -> PyTree:
     need the devices divide it. Each leaf is then split along its rows if the devices divide them,
     else along its first dim that they divide, else not at all.
     """
-    devices = math.prod(config.axes.sizes[axis] for axis in config.axes.rows)
+    devices = size_along(config.axes.sizes, config.axes.rows)
     counts = row_counts(config, batch)
     if len(counts) < 2 and not any(count % devices for count in counts):
         return batch_specs(config, batch)

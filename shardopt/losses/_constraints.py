@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardopt.config._config import StrategyConfig
-from shardopt.core._types import PyTree
+from shardopt.core._types import PyTree, is_inexact
 from shardopt.losses._batch_dims import cut_batch, leaf_spec, num_rows, sequence_lengths
 from shardopt.partition import LeafPlan
 from shardopt.trace._marks import GATHERED
@@ -62,7 +62,7 @@ def _gather(config: StrategyConfig, leaf: jax.Array, plan: LeafPlan) -> jax.Arra
             ),
         )
 
-    if not jnp.issubdtype(plan.dtype, jnp.inexact):
+    if not is_inexact(plan):
         return gather_one(leaf)
     differentiable_gather = jax.custom_vjp(gather_one)
     differentiable_gather.defvjp(lambda x: (gather_one(x), None), backward)

@@ -28,7 +28,7 @@ from shardopt.core._block_model import (
     takes_rng,
 )
 from shardopt.core._loss_parts import LossParts
-from shardopt.core._types import PyTree, replaced
+from shardopt.core._types import PyTree, is_inexact, is_key, replaced
 from shardopt.losses._batch_dims import num_rows
 from shardopt.losses._constraints import gather_leaves, shard_activations
 from shardopt.losses._explain import explained
@@ -263,7 +263,7 @@ def _scatter_first(
     blocks were differentiated.
     """
     leaves, treedef = jax.tree.flatten((outer, x))
-    inexact = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    inexact = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
 
     @jax.custom_vjp
     def identity(arrays: list[jax.Array]) -> list[jax.Array]:
@@ -287,9 +287,7 @@ def _behind_barrier(tree: PyTree) -> PyTree:
     the other parts.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    barrier_indices = [
-        i for i, leaf in enumerate(leaves) if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    ]
+    barrier_indices = [i for i, leaf in enumerate(leaves) if not is_key(leaf)]
     behind = jax.lax.optimization_barrier([leaves[i] for i in barrier_indices])
     return treedef.unflatten(replaced(leaves, barrier_indices, behind))
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.core._loss_parts import value_of
-from shardopt.core._types import Max, Metric, Min, Sum, Weighted
+from shardopt.core._types import Max, Metric, Min, Sum, Weighted, is_floating, is_inexact
 
 
 def combined(
@@ -64,7 +64,7 @@ def neutral(metric: Metric) -> Metric:
     """Return a metric that changes no other metric of its kind, with the same shapes and dtypes."""
 
     def bound(x: jax.Array, sign: int) -> jax.Array:
-        if jnp.issubdtype(x.dtype, jnp.floating):
+        if is_floating(x):
             return jnp.full_like(x, sign * jnp.inf)
         return jnp.full_like(x, jnp.iinfo(x.dtype).max if sign > 0 else jnp.iinfo(x.dtype).min)
 
@@ -106,6 +106,6 @@ def extreme_over(
     if jax.lax.axis_size(tuple(axes)) == 1:
         return value
     extreme = reduce(value, axes)
-    if not jnp.issubdtype(value.dtype, jnp.inexact):
+    if not is_inexact(value):
         return extreme
     return jnp.where(jax.lax.pmax(jnp.isnan(value).astype(jnp.int32), axes) > 0, jnp.nan, extreme)

@@ -17,8 +17,11 @@ from shardopt.core._types import (
     Updated,
     Weighted,
     is_array_like,
+    is_inexact,
+    is_key,
     leaves_with_paths,
     wide_dtype,
+    widened,
 )
 from shardopt.partition import LeafPlan
 
@@ -106,9 +109,7 @@ def _check_metrics(caller: str, metrics: dict[str, PyTree]) -> None:
         if not isinstance(x, Weighted | Sum | Max | Min)
     }
     descriptions = {name: f"{name}: {x.dtype}{list(x.shape)}" for name, x in plain_metrics.items()}
-    is_discrete = {
-        name: not jnp.issubdtype(x.dtype, jnp.inexact) for name, x in plain_metrics.items()
-    }
+    is_discrete = {name: not is_inexact(x) for name, x in plain_metrics.items()}
     if discrete := [descriptions[name] for name in plain_metrics if is_discrete[name]]:
         problem = f"{plural(len(discrete), 'metric')} of integers or booleans: a count, or a mean?"
         fix = (
@@ -153,7 +154,7 @@ def _metric(value: ArrayLike | Metric, rows: int) -> Metric:
     if isinstance(value, Sum | Max | Min):
         x = jnp.asarray(value.value)
         sum_dtype = jnp.int32 if x.dtype == bool else x.dtype
-        x = x.astype(wide_dtype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else sum_dtype)
+        x = x.astype(wide_dtype(x.dtype) if is_inexact(x) else sum_dtype)
         return type(value)(jax.lax.stop_gradient(x))
     return jax.tree.map(jax.lax.stop_gradient, _per_row(value, rows))
 
@@ -167,7 +168,7 @@ def _per_row(value: ArrayLike | Weighted, rows: int) -> Weighted:
         terms = [_per_row(Weighted(*term), rows) for term in zip(total, weight, strict=True)]
         return Weighted(tuple(term.total for term in terms), tuple(term.weight for term in terms))
     total, weight = jnp.asarray(total), jnp.asarray(weight)
-    total = total.astype(wide_dtype(total.dtype))
+    total = widened(total)
     weight = weight.astype(total.dtype)
     return (
         Weighted(total / rows, weight / rows)
@@ -201,10 +202,6 @@ def check_updated(caller: str, plans: Sequence[LeafPlan], updates: Mapping[str, 
     have another shape.
     """
     frozen = {plan.path: plan for plan in plans if not plan.trainable}
-
-    def is_key(dtype):
-        return jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
     wrong_updates = [
         f"{path}: not a frozen parameter leaf" for path in updates if path not in frozen
     ]
@@ -216,7 +213,7 @@ def check_updated(caller: str, plans: Sequence[LeafPlan], updates: Mapping[str, 
     wrong_updates += [
         f"{path}: {value.dtype}, the parameter is {frozen[path].dtype}"
         for path, value in updates.items()
-        if path in frozen and is_key(value.dtype) != is_key(frozen[path].dtype)
+        if path in frozen and is_key(value) != is_key(frozen[path])
     ]
     if wrong_updates:
         fix = (

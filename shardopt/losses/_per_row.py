@@ -21,6 +21,7 @@ from shardopt.core._types import (
     Sum,
     Updated,
     Weighted,
+    is_inexact,
     leaves_with_paths,
     path_text,
     wide_dtype,
@@ -209,7 +210,7 @@ def _over_rows(value: Any) -> Any:
 
 
 def _sum(x: jax.Array) -> jax.Array:
-    inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    inexact = is_inexact(x)
     return x.sum(0, dtype=wide_dtype(x.dtype) if inexact else None)
 
 
@@ -218,6 +219,6 @@ def _mean(x: jax.Array) -> jax.Array:
 
 
 def _mean_or_largest(x: jax.Array) -> jax.Array:
-    if jnp.issubdtype(x.dtype, jnp.inexact):
+    if is_inexact(x):
         return _mean(x).astype(x.dtype)
     return x.max(0)

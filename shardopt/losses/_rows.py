@@ -18,7 +18,7 @@ from shardopt.config._config import StrategyConfig
 from shardopt.core._block_model import LossFn, as_block_model
 from shardopt.core._errors import format_error
 from shardopt.core._trace_context import RowContext, trace_context, within_trace
-from shardopt.core._types import PyTree, leaves_with_paths, wide_dtype
+from shardopt.core._types import PyTree, is_inexact, leaves_with_paths, wide_dtype
 from shardopt.mesh import mesh_under_trace
 
 
@@ -64,7 +64,7 @@ def gather_batch(x: PyTree) -> PyTree:
     context = _context("gather_batch", x)
 
     def gather(x: jax.Array, context: RowContext) -> jax.Array:
-        wide = wide_dtype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
+        wide = wide_dtype(x.dtype) if is_inexact(x) else x.dtype
         return jax.lax.all_gather(x.astype(wide), context.axes, tiled=True).astype(x.dtype)
 
     if context is None:

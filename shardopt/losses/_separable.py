@@ -21,7 +21,17 @@ from jax._src.custom_batching import custom_vmap_p
 from shardopt.core._block_model import LossFn, as_block_model, call
 from shardopt.core._errors import format_error
 from shardopt.core._trace_context import RowContext
-from shardopt.core._types import Loss, Max, Min, PyTree, Sum, Updated, Weighted, leaves_with_paths
+from shardopt.core._types import (
+    Loss,
+    Max,
+    Min,
+    PyTree,
+    Sum,
+    Updated,
+    Weighted,
+    is_inexact,
+    leaves_with_paths,
+)
 from shardopt.losses._operation_text import operation_line, operation_name
 from shardopt.losses._parts import loss_parts
 from shardopt.losses._per_row import PerRow
@@ -328,7 +338,7 @@ def _backward_pass(jaxpr: jex.ClosedJaxpr, num_params: int) -> jex.ClosedJaxpr:
 
 
 def _cotangent(result: jax.Array) -> Any:
-    if jnp.issubdtype(result.dtype, jnp.inexact):
+    if is_inexact(result):
         return jnp.ones_like(result)
     return np.zeros(result.shape, jax.dtypes.float0)
 
@@ -490,7 +500,7 @@ def _named_results(returned: PyTree) -> list[_Result]:
     for name, value in (metrics or {}).items():
         if isinstance(value, Updated):
             for path, leaf in leaves_with_paths(value.values):
-                expected = "mean" if jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.inexact) else "max"
+                expected = "mean" if is_inexact(jnp.asarray(leaf)) else "max"
                 results.append(_Result(f"new value of {path}", expected, (leaf,)))
         else:
             results += _results_of_value(f"metric {name!r}", value)

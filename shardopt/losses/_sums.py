@@ -13,7 +13,17 @@ from shardopt.config._axes import AxisTable
 from shardopt.config._config import StrategyConfig, WireOptions
 from shardopt.core._loss_parts import LossParts
 from shardopt.core._rounding import Rounding
-from shardopt.core._types import Metric, PyTree, replaced, wide_dtype, wide_zeros
+from shardopt.core._types import (
+    Metric,
+    PyTree,
+    is_floating,
+    is_inexact,
+    is_key,
+    replaced,
+    wide_dtype,
+    wide_zeros,
+    widened,
+)
 from shardopt.losses._batch_dims import cut_batch
 from shardopt.losses._metrics import adds_up, combined, extreme_over
 from shardopt.partition import LeafPlan
@@ -124,9 +134,8 @@ def leaf_wire(wire: WireOptions, plan: LeafPlan, rounding: Rounding | None = Non
     stop changing in half precision. A rounding needs a filling that knows it.
     """
     assert rounding is None
-    is_floating = jnp.issubdtype(plan.dtype, jnp.floating)
-    gather_dtype = wire.gather_dtype if plan.trainable and is_floating else None
-    scatter_dtype = wire.scatter_dtype if is_floating else None
+    scatter_dtype = wire.scatter_dtype if is_floating(plan) else None
+    gather_dtype = wire.gather_dtype if plan.trainable and is_floating(plan) else None
     return LeafWire(plan.dim, plan.tensor, plan.axes, gather_dtype, scatter_dtype, plan.trainable)
 
 
@@ -158,15 +167,15 @@ def sum_parts(parts: LossParts, axes: AxisTable) -> LossParts:
     """
 
     def combine_update(value: jax.Array) -> jax.Array:
-        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        if is_key(value):
             return _first_key(value[0], axes)
         if axes.stages:
             (value,) = all_reduce(
                 [value.astype(jnp.int32) if value.dtype == bool else value], axes.stages
             )
-        if not jnp.issubdtype(value.dtype, jnp.inexact):
+        if not is_inexact(value):
             return jax.lax.pmax(value.max(0), axes.summed)
-        wide = value.astype(wide_dtype(value.dtype)).mean(0)
+        wide = widened(value).mean(0)
         return (all_reduce([wide], axes.summed)[0] / jax.lax.axis_size(axes.summed)).astype(
             value.dtype
         )

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from shardopt.core._errors import format_error, plural
 from shardopt.core._rounding import Precision
-from shardopt.core._types import wide_dtype
+from shardopt.core._types import widened
 from shardopt.low_precision._first_order import first_order
 from shardopt.low_precision._numbers import (
     as_bits,
@@ -168,7 +168,7 @@ def _backward(
     x, like_weight, bits, (x_scale, weight_scale) = residuals
     qx, qw = (from_bits(each, product.precision) for each in bits)
     dtype = eight_bits(product.precision).gradients
-    wide = grad.astype(wide_dtype(grad.dtype))
+    wide = widened(grad)
     rounded_x, rounded_weight = (
         Rounded(qx, x_scale, product.tokens),
         Rounded(qw, weight_scale, product.channels),

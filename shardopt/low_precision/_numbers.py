@@ -10,7 +10,7 @@ from jaxtyping import Array, Int8
 
 from shardopt.core._errors import format_error
 from shardopt.core._rounding import Precision
-from shardopt.core._types import wide_dtype
+from shardopt.core._types import widened
 
 
 class Dtypes(NamedTuple):
@@ -122,6 +122,6 @@ def round_over(
       dtype: of 8 bits.
       maximum: returns the largest absolute number over dims, `largest_over` where devices share them.
     """
-    wide = a.astype(wide_dtype(a.dtype))
+    wide = widened(a)
     scale = maximum(wide, dims) / largest_number(dtype)
     return narrow(wide * inverse(scale), dtype), scale

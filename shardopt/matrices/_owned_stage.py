@@ -19,7 +19,7 @@ from shardopt.config._config import StrategyConfig
 from shardopt.core._axis import global_view
 from shardopt.matrices._blockwise import match_variables
 from shardopt.matrices._owned_tasks import CutLeaves, OwnedStage, OwnedTask, Transfer
-from shardopt.mesh import spec_axes
+from shardopt.mesh import size_along, spec_axes
 from shardopt.trace._parts import Trace, jaxpr_of_part
 
 Buffers = dict[np.dtype, jax.Array]
@@ -407,7 +407,7 @@ def _slot(transfer: Transfer, sizes: Mapping[str, int], ends: dict[np.dtype, int
     if not transfer.is_sent:
         return None
     piece_shape = [
-        length // math.prod(sizes[axis] for axis in axes)
+        length // size_along(sizes, axes)
         for length, axes in zip(transfer.shape, _owner_axes_of_dims(transfer, sizes), strict=True)
     ]
     slot = _Slot(transfer.dtype, ends.get(transfer.dtype, 0), tuple(piece_shape))

@@ -15,7 +15,7 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.matrices._blockwise import block_dim, is_blockwise, match_variables
 from shardopt.matrices._matrix_tasks import MatrixTask, find_tasks
-from shardopt.mesh import spec_axes
+from shardopt.mesh import size_along, spec_axes
 from shardopt.partition import LeafPlan, Owned, shard_axes
 from shardopt.partition._balance import share_out
 from shardopt.partition._owners import TENSOR
@@ -117,7 +117,7 @@ def owner_numbers(config: StrategyConfig, axes: Sequence[str]) -> np.ndarray:
 
 
 def _size(config: StrategyConfig, axes: Sequence[str]) -> int:
-    return math.prod(config.mesh_shape[axis] for axis in axes)
+    return size_along(config.mesh_shape, axes)
 
 
 def plan_stages(
@@ -445,10 +445,7 @@ def _sent_spec(
         entries[dim] = block_axes
 
     def can_shard(i: int, axis: str) -> bool:
-        return (
-            i != dim
-            and shape[i] % (math.prod(sizes[name] for name in entries[i]) * sizes[axis]) == 0
-        )
+        return i != dim and shape[i] % (size_along(sizes, entries[i]) * sizes[axis]) == 0
 
     for axis in owner_axes(config):
         if any(axis in entry for entry in entries):

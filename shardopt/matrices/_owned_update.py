@@ -3,7 +3,6 @@ results back.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -15,7 +14,7 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._transformation import ExtraArgs, call_update
 from shardopt.config._update_trace import opaque, trace_of_update, trace_update
-from shardopt.core._types import PyTree, abstract
+from shardopt.core._types import PyTree, abstract, with_leaves
 from shardopt.matrices._owned_sides import Sides, plan_sides
 from shardopt.matrices._owned_stage import run_stage, stage_bytes
 from shardopt.matrices._owned_tasks import (
@@ -28,7 +27,7 @@ from shardopt.matrices._owned_tasks import (
     plan_stages,
 )
 from shardopt.matrices._owners import move, moved_bytes
-from shardopt.mesh import spec_axes
+from shardopt.mesh import size_along, spec_axes
 from shardopt.partition import Owned, Owners
 from shardopt.trace._matrix_work import MIN_ELEMENTS
 from shardopt.trace._parts import Atom, Trace, abstract_value, part_of, slice_of
@@ -121,13 +120,13 @@ def owned_update(
         var.val if isinstance(var, jex.Literal) else read(var, at_owners=not sides.returns[i])
         for i, var in enumerate(trace.jaxpr.outvars)
     ]
-    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+    return with_leaves(shapes, results)
 
 
 def _sides(
     config: StrategyConfig, layout: Layout, trace: Trace, stages: Sequence[OwnedStage]
 ) -> Sides:
-    devices = math.prod(config.mesh_shape[axis] for axis in owner_axes(config))
+    devices = size_along(config.mesh_shape, owner_axes(config))
     tasks = {
         i for stage in stages for local_task in stage.local_tasks for i in local_task.task.equations
     }
@@ -141,7 +140,7 @@ def owners_of(config: StrategyConfig, layout: Layout) -> Owners | None:
 
     None if it is not divided between owners.
     """
-    count = math.prod(config.mesh_shape[axis] for axis in owner_axes(config))
+    count = size_along(config.mesh_shape, owner_axes(config))
     if config.layout.opt_state_layout != "matrices" or count == 1:
         return None
     retrace_update = functools.partial(

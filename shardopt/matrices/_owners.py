@@ -8,7 +8,7 @@ import numpy as np
 
 from shardopt.collectives import all_to_all
 from shardopt.config._config import StrategyConfig
-from shardopt.mesh import spec_axes
+from shardopt.mesh import size_along, spec_axes
 from shardopt.partition import LeafPlan
 from shardopt.partition._owners import dims_of_matrix_axes
 
@@ -50,10 +50,6 @@ def moved_bytes(config: StrategyConfig, plan: LeafPlan, dtype: np.dtype) -> int:
     param_spec, sizes = plan.spec(sharded=True), config.mesh_shape
     steps = [] if plan.dim == 0 else [plan.shard_axes]
     steps += [(axis,) for axis in dims_of_matrix_axes(plan)]
-    shard = (
-        math.prod(plan.shape)
-        * dtype.itemsize
-        // math.prod(sizes[axis] for axis in spec_axes(param_spec))
-    )
-    groups = [math.prod(sizes[axis] for axis in axes) for axes in steps]
+    shard = math.prod(plan.shape) * dtype.itemsize // size_along(sizes, spec_axes(param_spec))
+    groups = [size_along(sizes, axes) for axes in steps]
     return sum(shard * (n - 1) // n for n in groups)

@@ -14,7 +14,7 @@ from shardopt.config._layout import Layout, shardings
 from shardopt.config._offload import HOST, to_device
 from shardopt.config._slots import OptimizerUpdate
 from shardopt.config._transformation import ExtraArgs
-from shardopt.core._types import PyTree, abstract
+from shardopt.core._types import PyTree, abstract, with_leaves
 from shardopt.matrices._blockwise import block_dim, is_blockwise, match_variables
 from shardopt.matrices._owned_tasks import WHOLE
 from shardopt.matrices._owned_update import evaluate, retrace
@@ -146,7 +146,7 @@ def _streamed(
     )
     ordered = [results[i] for i in range(len(results))]
     updates, new_state = ordered[: len(grad_leaves)], ordered[len(grad_leaves) :]
-    return jax.tree.unflatten(jax.tree.structure(grads), updates), treedef.unflatten(new_state)
+    return with_leaves(grads, updates), treedef.unflatten(new_state)
 
 
 def plan_stream(

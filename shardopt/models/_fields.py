@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardopt.core._errors import value_error
+from shardopt.core._errors import quoted, value_error
 from shardopt.models._decoder_config import BlockKind
 from shardopt.models._rope import Rope
 from shardopt.trace._primitives import words
@@ -112,7 +112,7 @@ class Fields:
         """Return the meaning of a field's value."""
         if (value := self[name]) in values:
             return values[value]
-        self.problems.append(f"{name} is {value!r}, must be one of {', '.join(map(repr, values))}")
+        self.problems.append(f"{name} is {value!r}, must be one of {quoted(values)}")
         return next(iter(values.values()))
 
     def skip(self, *names: str) -> None:
@@ -153,9 +153,7 @@ class Fields:
         dims = None if share in (None, 1) else int(head_dim * share)
         kind = "longrope" if kind == "su" else kind  # the name in older files
         if kind not in _KINDS:
-            self.problems.append(
-                f"rope_type is {kind!r}, must be one of {', '.join(map(repr, _KINDS))}"
-            )
+            self.problems.append(f"rope_type is {kind!r}, must be one of {quoted(_KINDS)}")
             return Rope()
         try:
             base, values = float(base), _KINDS[kind](scaling, self)
@@ -209,7 +207,7 @@ class Fields:
         names = list(dict.fromkeys(types))
         if unknown := sorted(set(names) - {"full_attention", "sliding_attention"}):
             self.problems.append(
-                f"layer_types has {', '.join(map(repr, unknown))}, which the decoder does not know"
+                f"layer_types has {quoted(unknown)}, which the decoder does not know"
             )
         kinds = tuple(
             BlockKind(window if name == "sliding_attention" else None, rope_of(name))

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
 from shardopt import nn
+from shardopt.core._types import is_floating
 from shardopt.low_precision._weight import RoundedWeight
 
 Tree = TypeVar("Tree")
@@ -27,7 +28,7 @@ def cast(tree: Tree, dtype: DTypeLike | None) -> Tree:
         return tree
 
     def cast_leaf(leaf: Array | RoundedWeight) -> Array | RoundedWeight:
-        return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+        return leaf.astype(dtype) if is_floating(leaf) else leaf
 
     return jax.tree.map(cast_leaf, tree, is_leaf=lambda leaf: isinstance(leaf, RoundedWeight))
 

@@ -21,7 +21,7 @@ from shardopt.checkpoint._store import barrier
 from shardopt.core._block_model import BlockModel
 from shardopt.core._block_remat import Remat
 from shardopt.core._errors import calling, error_text, plural, value_error
-from shardopt.core._types import PyTree, Rule, TrainState, leaves_with_paths
+from shardopt.core._types import PyTree, Rule, TrainState, leaves_with_paths, with_leaves
 from shardopt.models import decoder
 from shardopt.models._decoder_config import DecoderConfig
 from shardopt.models._families import FAMILIES, UNFIT
@@ -151,7 +151,7 @@ class Pretrained:
                 num_bytes += sum(shard.data.nbytes for shard in arrays[-1].addressable_shards)
                 display.advance(len(arrays))
                 display.report(len(arrays), {"GB": num_bytes / 1e9})
-        return jax.tree.unflatten(jax.tree.structure(self.abstract_params), arrays)
+        return with_leaves(self.abstract_params, arrays)
 
     @calling("from_pretrained.save")
     def save(

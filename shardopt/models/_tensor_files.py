@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.core._errors import error_text, value_error
+from shardopt.core._types import num_bytes
 
 _DTYPES = {
     "F64": np.dtype(np.float64),
@@ -106,10 +107,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
         raise value_error(problem, fix="download the file again.")
     for name, end in zip(tensors, ends, strict=True):
         tensor = tensors[name]
-        if (
-            tensor.code in _DTYPES
-            and math.prod(tensor.shape) * tensor.dtype.itemsize != end - tensor.offset
-        ):
+        if tensor.code in _DTYPES and num_bytes(tensor) != end - tensor.offset:
             raise value_error(
                 f"the bytes of {name} in {path} do not fit its shape {list(tensor.shape)}."
             )

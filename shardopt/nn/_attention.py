@@ -33,6 +33,7 @@ from shardopt.mesh import (
     is_analysed,
     mesh_under_trace,
     not_manual_axes,
+    size_along,
 )
 from shardopt.nn._exchange import Attention, exchanged_attention, gathered_attention
 from shardopt.nn._ids import as_int32, integers
@@ -571,7 +572,7 @@ def _on_each_device(
         ),
         (position_axes, query.shape[1], "positions", "pad the rows, or take a smaller axis."),
     ):
-        size = math.prod(mesh.shape[axis] for axis in axes)
+        size = size_along(mesh.shape, axes)
         if count % size and (axes, count) != (head_axes, 1):
             axis_names = " x ".join(map(repr, axes))
             problem = (

@@ -6,7 +6,6 @@ units of an expert.
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, type_error, value_error
 from shardopt.core._types import wide_dtype
 from shardopt.kernels._grouped_product import grouped_product
-from shardopt.mesh import axes_of_role, is_analysed, mesh_under_trace, not_manual_axes
+from shardopt.mesh import axes_of_role, is_analysed, mesh_under_trace, not_manual_axes, size_along
 from shardopt.nn._dispatch import combine, plan_exchange, send, sorted_by_expert, spread
 from shardopt.nn._low_rank import as_array
 from shardopt.nn._order import CONTEXT
@@ -154,7 +153,7 @@ def mixture_of_experts(
         check_count("chunk", chunk)
     mesh = mesh_under_trace()
     expert_axes = tuple(axis for axis in axes_of_role(EXPERT) if mesh.shape[axis] > 1)
-    devices = math.prod(mesh.shape[axis] for axis in expert_axes)
+    devices = size_along(mesh.shape, expert_axes)
     num_held = weights["up"].shape[0]
     if num_held not in (E, E / devices):
         problem = f"the router chooses among {E} experts, the weights here are those of {num_held}."
@@ -376,7 +375,7 @@ def _on_each_device(
     expert_axes = axes if splits_experts else ()
     specs = _weight_specs(inputs.weights, expert_axes, tensor_axes)
     if "down_bias" in inputs.weights:  # each tensor shard adds its part
-        num_shards = math.prod(sizes[axis] for axis in tensor_axes)
+        num_shards = size_along(sizes, tensor_axes)
         down_bias = inputs.weights["down_bias"] / num_shards
         inputs = inputs._replace(weights={**inputs.weights, "down_bias": down_bias})
     token_spec, row_spec = (
@@ -469,7 +468,7 @@ def _divides(
     axes: tuple[str, ...], sizes: Mapping[str, int], weights: Weights, name: str, dim: int
 ) -> bool:
     """Return whether there are axes, and their devices divide a dim of a weight."""
-    num_devices = math.prod(sizes[axis] for axis in axes)
+    num_devices = size_along(sizes, axes)
     return bool(axes) and weights[name].shape[dim] % num_devices == 0
 
 

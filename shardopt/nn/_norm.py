@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from shardopt.core._types import wide_dtype
+from shardopt.core._types import widened
 from shardopt.kernels._devices import on_tensor_shards
 from shardopt.kernels._norm import gradient_of_norm, inverse_rms, rsqrt_of_mean_square, takes_norm
 from shardopt.nn._quantized_einsum import add_bias
@@ -32,7 +32,7 @@ def rms_norm(
     References:
       Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
     """
-    wide = x.astype(wide_dtype(x.dtype))
+    wide = widened(x)
     return _scaled(wide, rsqrt_of_mean_square(wide, epsilon), scale, x.dtype)
 
 
@@ -43,7 +43,7 @@ def rms_norm_plus_one(
     """Return `rms_norm` with the factor 1 + weight, rounded to the dtype of x after this factor
     alone (Gemma).
     """
-    wide = x.astype(wide_dtype(x.dtype))
+    wide = widened(x)
     return _scaled_plus_one(wide, rsqrt_of_mean_square(wide, epsilon), weight, x.dtype)
 
 
@@ -56,7 +56,7 @@ def _scaled_plus_one(wide: Array, inverse: Array, weight: Array, dtype: DTypeLik
 
 
 def _plus_one(weight: Array) -> Array:
-    return 1 + weight.astype(wide_dtype(weight.dtype))
+    return 1 + widened(weight)
 
 
 def norm_of_stream(
@@ -131,7 +131,7 @@ def apply_norm(
 
 @functools.partial(jax.checkpoint, static_argnums=3)
 def _layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
-    wide = x.astype(wide_dtype(x.dtype))
+    wide = widened(x)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     normed = (centred * rsqrt_of_mean_square(centred, epsilon)).astype(x.dtype)
     return add_bias((normed * jnp.broadcast_to(scale, x.shape)).astype(x.dtype), bias)

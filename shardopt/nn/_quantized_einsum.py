@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from shardopt.core._errors import format_error, plural
 from shardopt.core._rounding import Precision
+from shardopt.core._types import is_floating
 from shardopt.low_precision._einsum import opened, parse_subscripts, product_in_8_bits
 from shardopt.low_precision._numbers import check_precision
 from shardopt.low_precision._weight import RoundedWeight
@@ -105,9 +106,7 @@ def _check_operands(
     that are not floating.
     """
     for operand, letters in zip((x, weight), parse_subscripts(subscripts)[:2], strict=True):
-        if len(operand.shape) != len(letters) or not (
-            any_dtype or jnp.issubdtype(operand.dtype, jnp.floating)
-        ):
+        if len(operand.shape) != len(letters) or not (any_dtype or is_floating(operand)):
             problem = f"an operand of {subscripts!r} is {operand.dtype}{list(operand.shape)}."
             fix = f"give it a floating dtype, and the {plural(len(letters), 'dim')} of {letters!r}."
             raise ValueError(format_error("quantized_einsum", problem, fix=fix))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from shardopt.core._errors import calling
-from shardopt.core._types import PyTree, wide_dtype, wide_zeros
+from shardopt.core._types import PyTree, wide_zeros, widened
 from shardopt.optimizers import _sides as sides
 from shardopt.optimizers._matrices import Matrices
 from shardopt.optimizers._orthonormal import orthonormal
@@ -148,7 +148,7 @@ def _scale_by_soap(
     def update(updates, state, params=None):
         leaves, treedef = jax.tree.flatten(updates)
         leaf_matrices = sides.matrices_of(matrices, updates)
-        wide = [leaf.astype(wide_dtype(leaf.dtype)) for leaf in leaves]
+        wide = [widened(leaf) for leaf in leaves]
         bases = sides.as_pairs(treedef, state.left_basis, state.right_basis)
         # The first gradient only makes the basis. In its own basis it would be diagonal, except for
         # rounding errors.

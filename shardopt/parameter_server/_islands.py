@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from shardopt.core._errors import format_error
-from shardopt.core._types import Metric, PyTree, TrainState, Weighted, leaves_with_paths, wide_dtype
+from shardopt.core._types import (
+    Metric,
+    PyTree,
+    TrainState,
+    Weighted,
+    is_inexact,
+    leaves_with_paths,
+    wide_dtype,
+)
 from shardopt.losses._metrics import combined
 from shardopt.parameter_server._run import WorkerCompute
 from shardopt.parameter_server._updates import Update, finiteness, replace_trained, trained
@@ -78,8 +86,7 @@ class Island:
         if changed := [
             path
             for (path, old), new in pairs
-            if (matches(frozen, path) or not jnp.issubdtype(old.dtype, jnp.inexact))
-            and not jnp.array_equal(old, new)
+            if (matches(frozen, path) or not is_inexact(old)) and not jnp.array_equal(old, new)
         ]:
             problem = "loss_fn returns so.losses.Updated, for which islands have no common value."
             fix = "train such leaves with ddp, zero, fsdp or diloco."

@@ -19,6 +19,8 @@ from shardopt.core._types import (
     Weighted,
     abstract,
     is_array_like,
+    is_inexact,
+    is_key,
     leaves_with_paths,
     wide_dtype,
 )
@@ -178,13 +180,13 @@ def _leaf_type(leaf: Any) -> str:
 
 def trained(params: PyTree) -> PyTree:
     """Return the parameters with None in place of the leaves that are not trained."""
-    return jax.tree.map(lambda leaf: leaf if _is_trained(leaf) else None, params)
+    return jax.tree.map(lambda leaf: leaf if is_inexact(leaf) else None, params)
 
 
 def replace_trained(params: PyTree, new_leaves: PyTree) -> PyTree:
     """Return the parameters with their trained leaves replaced by `new_leaves`."""
     values = iter(jax.tree.leaves(new_leaves))
-    return jax.tree.map(lambda leaf: next(values) if _is_trained(leaf) else leaf, params)
+    return jax.tree.map(lambda leaf: next(values) if is_inexact(leaf) else leaf, params)
 
 
 def check_params(params: PyTree) -> None:
@@ -202,7 +204,7 @@ def check_params(params: PyTree) -> None:
         raise type_error(
             "parameters must be a pytree of arrays.", non_arrays, "pass arrays with values."
         )
-    if not any(_is_trained(leaf) for leaf in jax.tree.leaves(abstract(params))):
+    if not any(is_inexact(leaf) for leaf in jax.tree.leaves(abstract(params))):
         problem = f"nothing is trainable among {plural(len(leaves), 'parameter leaf')}."
         raise value_error(problem, fix="pass floating leaves.")
 
@@ -211,7 +213,7 @@ def digest(params: PyTree) -> str:
     """Return a checksum of the names, shapes, dtypes and bits of parameters."""
     checksum = 0
     for path, leaf in leaves_with_paths(params):
-        if is_array_like(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        if is_key(leaf):
             leaf = jax.random.key_data(leaf)
         value = np.ascontiguousarray(jax.device_get(leaf))
         checksum = zlib.crc32(f"{path}:{value.dtype}{list(np.shape(leaf))}".encode(), checksum)
@@ -219,7 +221,3 @@ def digest(params: PyTree) -> str:
             value.view(np.uint8).data if value.ndim else value.tobytes(), checksum
         )
     return f"{checksum:08x}"
-
-
-def _is_trained(leaf: jax.Array | np.ndarray) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -20,7 +20,7 @@ from shardopt.core._block_model import LossFn, as_block_model, call, run_blocks,
 from shardopt.core._errors import NotSeparableError, calling, format_error, type_error
 from shardopt.core._loss_parts import LossParts
 from shardopt.core._reducer import check_reducer
-from shardopt.core._types import PyTree, abstract, leaves_with_paths
+from shardopt.core._types import PyTree, abstract, is_key, leaves_with_paths
 from shardopt.losses._batch_dims import num_rows, resized, row_counts, row_dim
 from shardopt.losses._loss import step_key
 from shardopt.losses._parts import loss_parts
@@ -368,7 +368,7 @@ def key_data(rng: jax.Array | None) -> np.ndarray:
     if not isinstance(key, jax.Array):
         problem = f"rng must be a random key, got {type(rng).__name__}."
         raise type_error(problem, fix="pass jax.random.key(seed).")
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    if not is_key(key):
         key = jax.random.wrap_key_data(key)
     return np.asarray(jax.random.key_data(jax.random.fold_in(key, 0)))
 

@@ -3,11 +3,11 @@ owner.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
+from shardopt.mesh import size_along
 from shardopt.partition._plan import EXPERT, LeafPlan, largest_divisible_dim
 
 TENSOR = "tensor"
@@ -37,14 +37,14 @@ def owned_by_blocks(plan: LeafPlan, sizes: Mapping[str, int], *, scattered: bool
     axes = plan.shard_axes
     if not plan.stacked:
         if not plan.experts:
-            size = math.prod(sizes[axis] for axis in axes)
+            size = size_along(sizes, axes)
             plan = dataclasses.replace(plan, dim=_dim_of_stack(plan, size))
         spec = plan.spec(sharded=True)
         return plan if spec[0] is None else dataclasses.replace(plan, owned=spec)
     if plan.pipelined:
         axes = ("pipeline", *axes)
     axes = (*axes, *dims_of_matrix_axes(plan))
-    if plan.shape[0] % math.prod(sizes[axis] for axis in axes):
+    if plan.shape[0] % size_along(sizes, axes):
         return plan
     block_entries = [None if entry in axes else entry for entry in plan.spec(sharded=False)[1:]]
     owner_spec = PartitionSpec(axes[0] if len(axes) == 1 else axes, *block_entries)

@@ -9,15 +9,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import KeyPath
 
 from shardopt.core._block_model import BLOCKS
 from shardopt.core._errors import plural, value_error
-from shardopt.core._types import PyTree, Rules, in_averages, leaves_with_paths
-from shardopt.mesh import spec_axes
+from shardopt.core._types import (
+    PyTree,
+    Rules,
+    in_averages,
+    is_inexact,
+    leaves_with_paths,
+    with_leaves,
+)
+from shardopt.mesh import size_along, spec_axes
 from shardopt.partition._rules import match_rules, matches, patterns_of
 
 COLUMNS = 1
@@ -52,7 +58,7 @@ class ShardAxes(NamedTuple):
 def shard_axes(sizes: Mapping[str, int]) -> ShardAxes:
     """Return the axes to shard over on a mesh with these axis sizes."""
     names = tuple(axis for axis in ("data", EXPERT, "context") if axis == "data" or axis in sizes)
-    return ShardAxes(names, math.prod(sizes[axis] for axis in names))
+    return ShardAxes(names, size_along(sizes, names))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +230,7 @@ def plan_leaves(abstract_params: PyTree, mesh: Mesh, options: LeafPlanOptions) -
     _check_tensor(leaves, tensor_size)
     _check_experts(leaves, mesh.shape.get(EXPERT))
     plans = [_plan_leaf(leaf, mesh, options) for leaf in leaves]
-    return jax.tree.unflatten(jax.tree.structure(abstract_params), plans)
+    return with_leaves(abstract_params, plans)
 
 
 def _ruled_leaves(abstract_params: PyTree, options: LeafPlanOptions) -> list[_Leaf]:
@@ -290,7 +296,7 @@ def _plan_leaf(leaf: _Leaf, mesh: Mesh, options: LeafPlanOptions) -> LeafPlan:
         dim=None if dim is None else dim + leaf.is_block,
         reason=reason,
         stacked=leaf.is_block,
-        trainable=jnp.issubdtype(leaf.array.dtype, jnp.inexact) and options.is_trainable(leaf.path),
+        trainable=is_inexact(leaf.array) and options.is_trainable(leaf.path),
         pipelined=is_staged and options.even,
         axes=axes.entry,
         experts=experts,
@@ -519,6 +525,6 @@ def _is_coarser(
         return False
     spec = plan.state_spec(sharded=sharded)
     return math.prod(shape) > 1 and all(
-        n % math.prod(sizes[axis] for axis in spec_axes((entry,))) == 0
+        n % size_along(sizes, spec_axes((entry,))) == 0
         for n, entry in zip(shape, spec, strict=False)
     )

@@ -9,8 +9,8 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from shardopt.core._tables import aligned
-from shardopt.core._types import PyTree, TrainState, leaves_with_paths
-from shardopt.mesh import spec_axes
+from shardopt.core._types import PyTree, TrainState, leaves_with_paths, num_bytes
+from shardopt.mesh import size_along, spec_axes
 from shardopt.partition._plan import LeafPlan, data_dim, shard_axes
 
 
@@ -194,7 +194,7 @@ def report(
     leaf_plans = jax.tree.leaves(plans, is_leaf=lambda x: isinstance(x, LeafPlan))
     for plan in leaf_plans:
         params, state = plan.spec(sharded=params_split), plan.state_spec(sharded=state_split)
-        bytes_total = math.prod(plan.shape) * plan.dtype.itemsize
+        bytes_total = num_bytes(plan)
         rows.append(
             ReportRow(
                 path=plan.path,
@@ -237,22 +237,18 @@ def _replicated_state(
     ):
         if axes.size > 1 and math.prod(leaf.shape) > 1 and axes.names[0] not in spec_axes(spec):
             _, reason = data_dim(leaf.shape, spec, axes, min_shard_elements)
-            replicated.append(
-                ReplicatedState(
-                    path, leaf.shape, math.prod(leaf.shape) * leaf.dtype.itemsize, reason
-                )
-            )
+            replicated.append(ReplicatedState(path, leaf.shape, num_bytes(leaf), reason))
     return tuple(replicated)
 
 
 def device_bytes(tree: PyTree, specs: PyTree, mesh: Mesh) -> int:
     """Return the bytes on each device of a tree that `specs` place."""
     return sum(
-        math.prod(leaf.shape) * leaf.dtype.itemsize // num_shards(spec, mesh)
+        num_bytes(leaf) // num_shards(spec, mesh)
         for leaf, spec in zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)
     )
 
 
 def num_shards(spec: PartitionSpec, mesh: Mesh) -> int:
     """Return the number of pieces that a spec cuts a leaf into."""
-    return math.prod(mesh.shape[axis] for axis in spec_axes(spec))
+    return size_along(mesh.shape, spec_axes(spec))

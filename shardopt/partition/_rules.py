@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from jax.sharding import PartitionSpec
 
-from shardopt.core._errors import calling, plural, type_error, value_error
+from shardopt.core._errors import calling, plural, quoted, type_error, value_error
 from shardopt.core._types import LeafRole, PlaceLeaf, PyTree, Rules, leaves_with_paths
 from shardopt.mesh import spec_axes
 
@@ -198,8 +198,7 @@ def check_rules(
         fix = "escape what is meant literally, with re.escape."
         if axes is not None:
             fix = (
-                f"name only {', '.join(map(repr, axes))} in rules, each once; the strategy places"
-                " the other axes."
+                f"name only {quoted(axes)} in rules, each once; the strategy places the other axes."
             )
         raise value_error(f"{plural(len(problems), 'rule')} cannot be used.", problems, fix)
     return tuple(checked)

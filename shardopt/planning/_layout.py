@@ -24,7 +24,7 @@ from shardopt.core._block_model import BLOCKS
 from shardopt.core._errors import calling
 from shardopt.core._types import PyTree, Rules
 from shardopt.low_precision._weight import wire_form
-from shardopt.mesh import spec_axes
+from shardopt.mesh import size_along, spec_axes
 from shardopt.partition import (
     COLUMNS,
     LeafPlan,
@@ -426,7 +426,7 @@ def _device_bytes(
 ) -> int:
     total = 0
     for leaf, spec in zip(jax.tree.leaves(tree), specs, strict=True):
-        divisors = [math.prod(sizes[axis] for axis in spec_axes((entry,))) for entry in spec]
+        divisors = [size_along(sizes, spec_axes((entry,))) for entry in spec]
         shape = tuple(
             dim // divisor
             for dim, divisor in itertools.zip_longest(leaf.shape, divisors, fillvalue=1)

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from shardopt.config._config import PLACEMENTS
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, error_text, format_error, plural, value_error
+from shardopt.core._errors import calling, error_text, format_error, plural, quoted, value_error
 from shardopt.core._tables import aligned
 from shardopt.core._types import PyTree, Rules
 from shardopt.pipeline import schedules as known_schedules
@@ -313,7 +313,7 @@ def _check(
         ("schedule", schedules, _SCHEDULE_NAMES),
     ):
         if unknown := [name for name in names if name not in known]:
-            problem = f"unknown {noun} {', '.join(map(repr, unknown))}."
+            problem = f"unknown {noun} {quoted(unknown)}."
             raise value_error(problem, fix=f"use some of {', '.join(known)}.")
     if not 0 <= headroom < 1:
         raise ValueError(f"plan: headroom must be at least 0 and below 1, got {headroom}.")

@@ -18,7 +18,7 @@ from shardopt.core._block_model import BLOCKS, BlockModel, as_block_model, call
 from shardopt.core._block_remat import Named, read_remat
 from shardopt.core._errors import calling, plural, type_error, value_error
 from shardopt.core._rounding import Rounding
-from shardopt.core._types import PyTree, Rules, Weighted, leaves_with_paths
+from shardopt.core._types import PyTree, Rules, Weighted, is_inexact, leaves_with_paths, with_leaves
 from shardopt.mesh import analysis
 from shardopt.partition._rules import match_rules, matches, patterns_of
 from shardopt.remat._split_backward import split_backward
@@ -483,7 +483,7 @@ def _row_costs(functions: _ModelFunctions, batch: PyTree) -> dict[str, PyTree]:
     def block(weights: PyTree, x: PyTree, key: jax.Array) -> PyTree:
         """Do the operations of a block, without its Python: many functions below trace it."""
         results = jaxpr_as_fun(traced_block)(*jax.tree.leaves((weights, x, key)))
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        return with_leaves(shapes, results)
 
     def flops(f: Callable[..., PyTree], *args: PyTree) -> float:
         return float(sum(count_flops(jax.make_jaxpr(f)(*args))))
@@ -622,7 +622,7 @@ def _stage_residuals(
             block(treedef.unflatten(weight_leaves), x_treedef.unflatten(x), jax.random.key(0))
         )
 
-    trained = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    trained = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
     passes = split_backward(f, leaves, inputs, trained=trained)
     return passes.residuals, passes.deferred
 

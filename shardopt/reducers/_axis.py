@@ -12,7 +12,7 @@ import numpy as np
 
 from shardopt.core._axis import AxisName, axis_names, axis_size
 from shardopt.core._errors import plural, value_error
-from shardopt.core._types import PyTree, abstract
+from shardopt.core._types import PyTree, abstract, is_floating
 
 T = TypeVar("T")
 
@@ -197,7 +197,7 @@ def _packed(
 
 def _as_bits(x: jax.Array) -> jax.Array:
     """Return half-precision floats as uint16 bits: XLA:CPU would widen them to fp32 on the wire."""
-    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2:
+    if is_floating(x) and x.dtype.itemsize == 2:
         return jax.lax.bitcast_convert_type(x, jnp.uint16)
     return x
 

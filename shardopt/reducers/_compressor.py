@@ -1,13 +1,12 @@
 """Compress the gradient of a single sender, for a server: no mesh axis averages it."""
 
-import math
 from typing import NamedTuple
 
 import jax
 
 from shardopt.core._errors import calling, value_error
 from shardopt.core._reducer import MessageCodec, Reducer, check_reducer
-from shardopt.core._types import PyTree, abstract, wide_dtype, wide_zeros
+from shardopt.core._types import PyTree, abstract, num_bytes, wide_dtype, wide_zeros
 from shardopt.reducers._reducer import (
     check_leaves,
     keep_if_finite,
@@ -96,10 +95,7 @@ class Compressor(NamedTuple):
 
     def nbytes(self, abstract_params: PyTree) -> int:
         """Return the bytes of a message."""
-        return sum(
-            math.prod(array.shape) * array.dtype.itemsize
-            for array in jax.tree.leaves(self.message(abstract_params))
-        )
+        return sum(num_bytes(array) for array in jax.tree.leaves(self.message(abstract_params)))
 
 
 @calling("compressor")

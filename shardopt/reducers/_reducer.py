@@ -10,7 +10,15 @@ from shardopt.core._arguments import check_count
 from shardopt.core._axis import AxisName, axis_size
 from shardopt.core._errors import calling, plural, type_error, value_error
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
-from shardopt.core._types import PyTree, abstract, is_array_like, leaves_with_paths, wide_dtype
+from shardopt.core._types import (
+    PyTree,
+    abstract,
+    is_array_like,
+    is_inexact,
+    leaves_with_paths,
+    wide_dtype,
+    widened,
+)
 from shardopt.reducers._axis import check_not_summed
 
 
@@ -103,7 +111,7 @@ def check_leaves(tree: PyTree) -> None:
     wrong = [
         f"{path or 'the tree itself'}: {leaf.dtype if is_array_like(leaf) else type(leaf).__name__}"
         for path, leaf in leaves_with_paths(tree)
-        if not is_array_like(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact)
+        if not is_array_like(leaf) or not is_inexact(leaf)
     ]
     if wrong:
         problem = (
@@ -143,7 +151,7 @@ def widen(leaves: Sequence[jax.Array]) -> list[jax.Array]:
 
     A complex [...] becomes [..., 2].
     """
-    return [_as_real(leaf.astype(wide_dtype(leaf.dtype))) for leaf in leaves]
+    return [_as_real(widened(leaf)) for leaf in leaves]
 
 
 def narrow(values: Sequence[jax.Array], dtypes: Sequence[np.dtype]) -> list[jax.Array]:

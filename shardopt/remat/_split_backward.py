@@ -9,9 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.core
 import jax.extend.core as jex
-import jax.numpy as jnp
 
-from shardopt.core._types import abstract, replaced
+from shardopt.core._types import abstract, is_inexact, replaced
 from shardopt.remat._transposed_products import without_transposes
 from shardopt.trace._jaxprs import CHECKPOINTS
 from shardopt.trace._parts import (
@@ -135,7 +134,7 @@ def rematerialised(passes: Passes, x: Shapes) -> Passes:
 
 def floating(leaves: Shapes) -> list[int]:
     """Return the indices of the leaves that have gradients: those with a floating dtype."""
-    return [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
 
 
 def _cut(closed: jex.ClosedJaxpr, num_arguments: int, num_x: int, num_trained: int) -> Passes:

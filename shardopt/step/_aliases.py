@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from shardopt.config._user_mesh import on_auto_axes
-from shardopt.core._types import PyTree
+from shardopt.core._types import PyTree, is_key, with_leaves
 from shardopt.mesh import on_mesh
 from shardopt.step._inputs import copied
 
@@ -104,9 +103,7 @@ class DonatedState:
         copies = dict(
             zip(shared_indices, self._copied([leaves[i] for i in shared_indices]), strict=True)
         )
-        return jax.tree.unflatten(
-            jax.tree.structure(state), [copies.get(i, leaf) for i, leaf in enumerate(leaves)]
-        )
+        return with_leaves(state, [copies.get(i, leaf) for i, leaf in enumerate(leaves)])
 
     def _is_known(self, array: jax.Array) -> bool:
         known_array = self._known.get(id(array))
@@ -146,7 +143,7 @@ def _addresses(leaf: jax.Array | np.ndarray) -> set[tuple[Sharding, int]]:
     """
     if not isinstance(leaf, jax.Array) or not leaf.size or leaf.is_deleted():
         return set()
-    array = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    array = jax.random.key_data(leaf) if is_key(leaf) else leaf
     is_replicated = array.sharding.is_fully_replicated
     num_shards = 1 if is_replicated else len(array.sharding.addressable_devices)
     shards = map(array.addressable_data, range(num_shards))

@@ -3,7 +3,6 @@ state, and its call in the per-device view.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,10 +16,10 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.core._device_state import state_specs
 from shardopt.core._reducer import Reducer, grouped
-from shardopt.core._types import PyTree, Weighted
+from shardopt.core._types import PyTree, Weighted, with_leaves
 from shardopt.losses._metrics import factor
 from shardopt.losses._sums import all_reduce_grads, scale
-from shardopt.mesh import spec_axes
+from shardopt.mesh import size_along, spec_axes
 from shardopt.partition import LeafPlan
 
 
@@ -60,7 +59,7 @@ class CompressionPlan(NamedTuple):
     @property
     def size(self) -> int:
         """N, the number of devices that a mean is taken over."""
-        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+        return size_along(self.mesh.shape, self.axes)
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -169,7 +168,7 @@ def local_shape(mesh: Mesh, leaf: LeafPlan, spec: PartitionSpec) -> jax.ShapeDty
     """Return the shape and dtype of the shard of a leaf on each device."""
     shape = list(leaf.shape)
     for dim, entry in enumerate(spec):
-        shape[dim] //= math.prod(mesh.shape[axis] for axis in spec_axes((entry,)))
+        shape[dim] //= size_along(mesh.shape, spec_axes((entry,)))
     return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
 
@@ -192,7 +191,7 @@ def compression_specs(plan: CompressionPlan) -> PyTree:
         PartitionSpec(*([mean_entry] if differs else []), *plan.others)
         for differs in _differs_by_device(state)
     ]
-    return jax.tree.unflatten(jax.tree.structure(state), specs)
+    return with_leaves(state, specs)
 
 
 def manual_specs(plan: CompressionPlan) -> PyTree:

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardopt.config._config import StrategyConfig
 from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree, leaves_with_paths, path_text
+from shardopt.core._types import PyTree, is_key, leaves_with_paths, path_text
 from shardopt.losses._batch_dims import FIX_ROWS, check_row_dims, row_dim, shown_leaves
 from shardopt.step._batches import as_arrays
 from shardopt.step._global_rows import unwrap
@@ -91,7 +91,7 @@ def read_batch(config: StrategyConfig, batch: PyTree) -> HostBatch:
     """
     batch, is_global = unwrap(batch)
     arrays = as_arrays(config.strategy, batch)
-    if key_paths := [path for path, leaf in leaves_with_paths(arrays) if _is_key(leaf)]:
+    if key_paths := [path for path, leaf in leaves_with_paths(arrays) if is_key(leaf)]:
         problem = "several processes cannot pass random keys in a batch."
         fix = "let the loss take a keyword rng: a new key each step, other numbers on each device."
         raise TypeError(format_error(config.strategy, problem, key_paths, fix))
@@ -164,10 +164,6 @@ def digest_of(values: np.ndarray) -> str:
     digest = hashlib.sha256(f"{values.dtype}{values.shape}".encode())
     digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()[:16]
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
 
 
 def _on_host(leaf: Any) -> Any:

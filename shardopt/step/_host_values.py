@@ -12,7 +12,14 @@ from jax.core import Tracer
 
 from shardopt.config._config import StrategyConfig
 from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree, TrainState, is_array_like, leaves_with_paths
+from shardopt.core._types import (
+    PyTree,
+    TrainState,
+    is_array_like,
+    is_key,
+    leaves_with_paths,
+    with_leaves,
+)
 from shardopt.step._batches import as_array
 from shardopt.step._cache import LayoutCache
 from shardopt.step._inputs import check_placement, check_state, check_structure, put
@@ -167,7 +174,7 @@ def _placed(
     if wrong_types:
         problem = "the leaves of a state must be arrays or numbers."
         raise TypeError(format_error(config.strategy, problem, wrong_types, _FIX))
-    converted = jax.tree.unflatten(jax.tree.structure(state), arrays)
+    converted = with_leaves(state, arrays)
     compiled = _programs_for(cache, converted.params)
     check_structure(config, compiled.abstract, converted)
     expected_leaves = jax.tree.leaves(compiled.abstract)
@@ -189,7 +196,7 @@ def _placed(
             else array
             for array, expected, sharding in zip(arrays, expected_leaves, shardings, strict=True)
         ]
-    return jax.tree.unflatten(jax.tree.structure(state), placed)
+    return with_leaves(state, placed)
 
 
 def _programs_for(cache: LayoutCache[CompiledStep], params: PyTree) -> CompiledStep:
@@ -221,9 +228,7 @@ def _fits(array: Any, expected: jax.ShapeDtypeStruct) -> bool:
         return False
     if array.dtype == expected.dtype:
         return True
-    if jnp.issubdtype(expected.dtype, jax.dtypes.extended) or jnp.issubdtype(
-        array.dtype, jax.dtypes.extended
-    ):
+    if is_key(expected) or is_key(array):
         return array.dtype == expected.dtype
     kinds = [np.bool_, jnp.integer, jnp.floating, jnp.complexfloating]
     ranks = [

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import shardings
 from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree, TrainState
+from shardopt.core._types import PyTree, TrainState, is_key
 from shardopt.step._cache import LayoutCache
 from shardopt.step._compile import AotCompiled, make_program
 from shardopt.step._global_rows import Rows, RowsOfOne
@@ -120,8 +119,7 @@ def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
     Several processes have compared their values. `jax.device_put` would gather all of them.
     """
     is_on_host = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
-    is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    if jax.process_count() == 1 or is_key or not is_on_host:
+    if jax.process_count() == 1 or is_key(leaf) or not is_on_host:
         return jax.device_put(leaf, sharding)
     values = np.asarray(leaf)
     return put(values.astype(jax.dtypes.canonicalize_dtype(values.dtype)), sharding)
@@ -131,7 +129,7 @@ def _replicate_key(config: StrategyConfig, key: jax.Array) -> jax.Array:
     """Put a key on the mesh as numbers, because jax puts no typed key on devices of other
     processes.
     """
-    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    typed = is_key(key)
     numbers = np.asarray(jax.random.key_data(key) if typed else key)
     placed = jax.device_put(numbers, NamedSharding(config.mesh, PartitionSpec()))
     return jax.random.wrap_key_data(placed) if typed else placed

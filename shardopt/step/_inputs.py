@@ -1,6 +1,5 @@
 """Checks and placement of the inputs of init and step: parameters, keys, train states, batches."""
 
-import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,7 +14,14 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._user_mesh import on_auto_axes
 from shardopt.core._block_model import as_block_model
 from shardopt.core._errors import calling, format_error, plural, value_error
-from shardopt.core._types import PyTree, TrainState, abstract, is_array_like, leaves_with_paths
+from shardopt.core._types import (
+    PyTree,
+    TrainState,
+    abstract,
+    is_array_like,
+    is_key,
+    leaves_with_paths,
+)
 from shardopt.losses._batch_dims import (
     FIX_ROWS,
     check_positions,
@@ -24,7 +30,7 @@ from shardopt.losses._batch_dims import (
     row_counts,
     shown_leaves,
 )
-from shardopt.mesh import data_axes
+from shardopt.mesh import data_axes, size_along
 
 
 def check_params(config: StrategyConfig, params: PyTree) -> PyTree:
@@ -69,11 +75,7 @@ def check_keys(params: PyTree, frozen: Sequence[str | re.Pattern[str]] | None = 
     Raises:
       ValueError: if a leaf is a random key that no rule freezes.
     """
-    key_paths = [
-        path
-        for path, leaf in leaves_with_paths(params)
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    ]
+    key_paths = [path for path, leaf in leaves_with_paths(params) if is_key(leaf)]
     trained_keys = [
         path for path in key_paths if not any(re.search(pattern, path) for pattern in frozen or ())
     ]
@@ -229,7 +231,7 @@ def check_batch(
         check_positions(config, batch)
         return False
     axes, micro_batches = data_axes(config.mesh), config.loss.micro_batches
-    devices = math.prod(config.mesh.shape[axis] for axis in axes)
+    devices = size_along(config.mesh.shape, axes)
     pieces = devices * micro_batches
     if size == 0 or size % pieces:
         divisors = f"{plural(devices, 'device')} along {' x '.join(axes)}"
@@ -342,7 +344,7 @@ def typed_key(config: StrategyConfig, rng: jax.Array | None) -> jax.Array:
     if not isinstance(rng, jax.Array):
         problem = f"rng must be a random key, got {type(rng).__name__}."
         raise TypeError(format_error(config.strategy, problem, fix="pass jax.random.key(seed)."))
-    if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+    if not is_key(rng):
         return jax.random.wrap_key_data(rng)
     if rng.dtype != default.dtype:
         problem = (
@@ -369,7 +371,7 @@ def copied(tree: PyTree) -> PyTree:
 
     def copy_leaf(leaf):
         leaf = jnp.asarray(leaf)
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        if is_key(leaf):
             return jnp.copy(leaf)
         return jnp.copy(jax.lax.convert_element_type(leaf, leaf.dtype))
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
-from shardopt.core._types import wide_dtype
+from shardopt.core._types import widened
 from shardopt.mesh import spec_axes
 from shardopt.partition import LeafPlan
 from shardopt.step._results import Change
@@ -119,7 +119,7 @@ def _squares(
     """Return the sums of squares that this device adds: [1], or [L] with zeros for layers of other
     devices.
     """
-    squares = jnp.square(jnp.abs(leaf.astype(wide_dtype(leaf.dtype))))
+    squares = jnp.square(jnp.abs(widened(leaf)))
     total = jnp.sum(squares, axis=tuple(range(1, leaf.ndim)) if plan.stacked else None).reshape(-1)
     if copied_over := [axis for axis in mesh_axes if axis not in spec_axes(spec)]:
         is_first = jnp.stack([jax.lax.axis_index(axis) == 0 for axis in copied_over]).all()

@@ -11,12 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from shardopt.config._config import StrategyConfig
 from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree, is_array_like, leaves_with_paths
+from shardopt.core._types import PyTree, is_array_like, is_key, leaves_with_paths
 from shardopt.runtime._agreement import agree, groups, processes_of
 from shardopt.step._host_batch import digest_of
 
@@ -171,7 +170,7 @@ def _value(leaf: Any) -> str:
     )
     if not is_on_host:
         return form
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     return f"{form} {digest_of(np.asarray(leaf))}"
 

@@ -16,7 +16,7 @@ from shardopt.config._layout import Layout, shardings
 from shardopt.config._offload import to_host
 from shardopt.config._transformation import ExtraArgs, call_update, check_same_form, check_updates
 from shardopt.core._loss_parts import Gradients
-from shardopt.core._types import PyTree, wide_dtype
+from shardopt.core._types import PyTree, widened
 from shardopt.losses._parts import check_updated
 from shardopt.mesh import spec_axes
 from shardopt.partition import Owners
@@ -162,7 +162,7 @@ def gradient_norm(config: StrategyConfig, layout: Layout, grads: PyTree) -> jax.
         totals: dict[tuple[str, ...], jax.Array] = {}
         for leaf, spec in zip(leaves, specs, strict=True):
             axes = tuple(axis for axis in spec_axes(spec) if axis not in stacked)
-            total = jnp.sum(jnp.square(jnp.abs(leaf.astype(wide_dtype(leaf.dtype)))))
+            total = jnp.sum(jnp.square(jnp.abs(widened(leaf))))
             totals[axes] = totals[axes] + total if axes in totals else total
         squared_norm = sum(all_reduce([total], axes)[0] for axes, total in totals.items())
         return jnp.sqrt(squared_norm).reshape([1 for _ in stacked])

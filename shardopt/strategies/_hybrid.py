@@ -17,7 +17,7 @@ from shardopt.config._slots import StepSlots
 from shardopt.config._user_mesh import Axes, read_mesh
 from shardopt.core._arguments import check_choice, check_count
 from shardopt.core._block_model import BlockModel, as_block_model
-from shardopt.core._errors import plural, type_error, value_error
+from shardopt.core._errors import plural, quoted, type_error, value_error
 from shardopt.pipeline import Schedule, schedules
 from shardopt.pipeline._cut import check_counts
 from shardopt.pipeline._permutes import check_permutes
@@ -154,9 +154,7 @@ def hybrid(
         raise type_error(
             problem, fix="use so.BlockModel(embed, block, loss), or so.fsdp for any loss."
         )
-    check_choice(
-        "placement", placement, _PLACEMENTS, f"use one of {', '.join(map(repr, _PLACEMENTS))}."
-    )
+    check_choice("placement", placement, _PLACEMENTS, f"use one of {quoted(_PLACEMENTS)}.")
     if options.get("gather_dtype") is not None and not _PLACEMENTS[placement].params:
         problem = f"gather_dtype is for placements that gather parameters, not for {placement!r}."
         raise value_error(problem, fix="use placement='fsdp', or leave gather_dtype out.")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from shardopt.config._options import ARGUMENTS, OPTIONS, Option, records
 from shardopt.config._recipe import Recipe
-from shardopt.core._errors import calling, format_error
+from shardopt.core._errors import calling, format_error, quoted
 from shardopt.core._tracebacks import api_boundary
 from shardopt.step._optimizer import ShardedOptimizer
 
@@ -78,7 +78,7 @@ def _unknown_keywords(strategy: str, unknown: list[str], names: list[str]) -> st
     close = {
         name: match for name in unknown for match in difflib.get_close_matches(name, names, n=1)
     }
-    problem = f"unexpected keyword argument {', '.join(map(repr, unknown))}."
+    problem = f"unexpected keyword argument {quoted(unknown)}."
     fix = f"write {', '.join(close.values())}." if close else f"use some of {', '.join(names)}."
     return format_error(strategy, problem, fix=fix)
 

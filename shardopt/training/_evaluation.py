@@ -9,7 +9,7 @@ import numpy as np
 
 from shardopt.config._check import check_evaluate_fn
 from shardopt.core._block_model import LossFn
-from shardopt.core._errors import calling, format_error, type_error, value_error
+from shardopt.core._errors import calling, format_error, quoted, type_error, value_error
 from shardopt.core._loss_parts import LossParts
 from shardopt.core._types import Metric, PyTree, TrainState
 from shardopt.losses._metrics import added, value_of
@@ -202,9 +202,7 @@ def call_evaluate(
         problem = "evaluate must return a dict of numbers."
         raise type_error(problem, not_numbers, "reduce each to one number.")
     if clashing_names := sorted(set(values) & set(training_names)):
-        problem = (
-            f"evaluate returned {', '.join(map(repr, clashing_names))}, which training reports too."
-        )
+        problem = f"evaluate returned {quoted(clashing_names)}, which training reports too."
         fix = f"give it another name, such as {f'val_{clashing_names[0]}'!r}."
         raise value_error(problem, fix=fix)
     return {name: float(values[name]) for name in returned}

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core._errors import calling, type_error, value_error
+from shardopt.core._errors import calling, quoted, type_error, value_error
 from shardopt.core._types import PyTree, TrainState
 from shardopt.local_updates._state import PerReplica
 from shardopt.runtime._processes import gather_to_host
@@ -54,12 +54,9 @@ def set_hyperparams(state: TrainState, values: Mapping[str, Hyperparam]) -> Trai
     injected_by_name = _injected_by_name(state)
     if unknown := sorted(set(values) - set(injected_by_name)):
         fix = f"choose from {', '.join(sorted(injected_by_name))}."
-        raise value_error(f"no hyperparameter is named {', '.join(map(repr, unknown))}.", fix=fix)
+        raise value_error(f"no hyperparameter is named {quoted(unknown)}.", fix=fix)
     if scheduled := sorted(name for name in values if injected_by_name[name].scheduled):
-        problem = (
-            f"{', '.join(map(repr, scheduled))} would be overwritten by a schedule at the next"
-            " step."
-        )
+        problem = f"{quoted(scheduled)} would be overwritten by a schedule at the next step."
         raise value_error(
             problem, fix="inject a number instead of the schedule, and set it as you go."
         )

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.core._errors import CheckpointError, NonFiniteLossError, error_text, value_error
-from shardopt.core._types import PyTree, TrainState, is_array_like
+from shardopt.core._types import PyTree, TrainState, is_array_like, is_inexact
 
 
 class Meter:
@@ -208,7 +208,7 @@ def is_finite_on_host(state: TrainState, metrics: Mapping[str, float]) -> bool:
 def _host_shards(tree: PyTree) -> Iterator[np.ndarray]:
     """Yield the different shards of floats that this process holds."""
     for leaf in jax.tree.leaves(tree):
-        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+        if is_inexact(leaf):
             shards = {str(shard.index): shard for shard in leaf.addressable_shards}
             yield from (np.asarray(shard.data) for shard in shards.values())
 
@@ -218,7 +218,7 @@ def _any_nan_or_infinite(
     params_and_opt_state: PyTree, params: PyTree
 ) -> tuple[jax.Array, jax.Array]:
     def any_of(test, tree):
-        leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+        leaves = [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
         return (
             jnp.stack([test(leaf).any() for leaf in leaves]).any()
             if leaves

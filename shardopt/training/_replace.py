@@ -12,7 +12,15 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from shardopt.config._user_mesh import on_auto_axes, on_auto_mesh
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, error_text, plural, type_error, value_error
-from shardopt.core._types import PyTree, TrainState, abstract, is_array_like, leaves_with_paths
+from shardopt.core._types import (
+    PyTree,
+    TrainState,
+    abstract,
+    is_array_like,
+    is_key,
+    leaves_with_paths,
+    with_leaves,
+)
 from shardopt.local_updates._state import PerReplica, ReplicaStates
 from shardopt.step._average import average_of
 from shardopt.step._compressed import CompressedOptState
@@ -188,7 +196,7 @@ def _match_structure(tree: PyTree, target: PyTree) -> PyTree:
         f"the optimizer state is not that of opt.wrapped over the trained parameters: {counts}.",
         "build opt with the optax chain that made it, or leave opt_state out to start a new one.",
     )
-    return jax.tree.unflatten(jax.tree.structure(target), [leaves[path] for path in target_shapes])
+    return with_leaves(target, [leaves[path] for path in target_shapes])
 
 
 def _format_shape(leaf: Any) -> str:
@@ -282,12 +290,8 @@ def _refuse(
         raise kind(error_text(problem, offenders, fix))
 
 
-def _is_key(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
 def _kind(dtype: Any) -> str:
-    if _is_key(dtype):
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return str(dtype)
     kinds = {"b": "boolean", "i": "integer", "u": "integer", "c": "complex"}
     return kinds.get(np.dtype(dtype).kind, "floating")
@@ -309,7 +313,7 @@ def _fits(leaf: Any, value: Any) -> bool:
         dtype = value.dtype
     else:
         return False
-    if _is_key(leaf.dtype) or _is_key(dtype):
+    if is_key(leaf) or is_key(value):
         return dtype == leaf.dtype
     if not (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_):
         return False
@@ -340,7 +344,7 @@ def _placed_like(old: jax.Array, value: Any) -> jax.Array:
     """
     impl, dtype = None, old.dtype
     num_stacked_dims = old.ndim - np.ndim(value)
-    if _is_key(dtype):
+    if is_key(old):
         # jax puts no typed key on devices of other processes
         impl = str(jax.random.key_impl(old))
         value = jax.random.key_data(value)

@@ -10,13 +10,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from shardopt.checkpoint._multihost import exchange
 from shardopt.checkpoint._tree import Json
 from shardopt.core._errors import error_text, plural, value_error
-from shardopt.core._types import PyTree
+from shardopt.core._types import PyTree, is_key
 from shardopt.losses._batch_dims import row_counts
 from shardopt.step._batches import as_arrays
 from shardopt.step._global_rows import END, GlobalRows, Rows, RowsOfOne, leaves_with_rows, unwrap
@@ -419,7 +418,7 @@ def _checksum(batch: PyTree, rows: slice = _FIRST_ROWS) -> int | None:
     for leaf in jax.tree.leaves(as_arrays("fit", unwrap(batch)[0])):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             return None
-        if not (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)):
+        if not is_key(leaf):
             checksum = zlib.crc32(
                 np.asarray(leaf[rows] if np.ndim(leaf) else leaf).tobytes(), checksum
             )
@@ -457,7 +456,7 @@ def _own_values(leaf: Any, *, is_counted: bool) -> list[np.ndarray]:
         is_counted = is_counted and leaf.ndim > 0
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
         return [np.asarray(leaf, dtype)] if is_counted else []
-    if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if not isinstance(leaf, jax.Array) or is_key(leaf):
         return []
     return [np.asarray(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardopt.core._types import PyTree, TrainState, states_of
+from shardopt.core._types import PyTree, TrainState, is_inexact, states_of
 from shardopt.local_updates._state import ReplicaStates
 from shardopt.transforms._skip_anomalies import SkipAnomaliesState
 
@@ -72,7 +72,7 @@ def _is_harmless(num_before: jax.Array, counts: list[jax.Array], params: PyTree)
 
     Parameters are read only after such a gradient.
     """
-    leaves = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    leaves = [leaf for leaf in jax.tree.leaves(params) if is_inexact(leaf)]
 
     def no_nan():
         return ~jnp.stack([jnp.isnan(leaf).any() for leaf in leaves]).any()

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from shardopt.core import BlockModel, Weighted
-from shardopt.core._types import PyTree
+from shardopt.core._types import PyTree, is_floating
 from shardopt.models import gpt, moe
 
 STEPS = 4
@@ -60,7 +60,7 @@ def make_problem(name: str, num_rows: int) -> Problem:
     draw = np.random.default_rng(7)
 
     def cast(x):
-        return np.asarray(x, np.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
+        return np.asarray(x, np.float32 if is_floating(x) else x.dtype)
 
     batches = tuple(jax.tree.map(cast, draw_batch(draw, num_rows)) for _ in range(STEPS))
     return Problem(jax.tree.map(cast, params), loss_fn, batches, {"rules": rules})
