@@ -13,7 +13,7 @@ from shardopt.config._transformation import refuse_unsupported
 from shardopt.config._update_trace import trace_of_update
 from shardopt.core._arguments import is_integer
 from shardopt.core._block_model import BLOCKS, as_block_model
-from shardopt.core._errors import calling, format_error, plural
+from shardopt.core._errors import calling, plural, type_error, value_error
 from shardopt.core._rounding import Precision, Rounding
 from shardopt.core._types import PyTree, TrainState, TreeDef, leaves_with_paths
 from shardopt.partition import (
@@ -79,14 +79,14 @@ class Layout(NamedTuple):
 
 def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
     """Place a parameter structure by the config; touch no device."""
-    if as_block_model(config.loss.loss_fn) is not None:
-        _check_blocks(config, abstract_params)
-        _check_rounded(config, abstract_params)
-    counts = config.slots.counts(config, abstract_params)
-    if counts:
-        _check_counts(config, counts)
-    tables = _tables(config, abstract_params)
     with calling(config.strategy):
+        if as_block_model(config.loss.loss_fn) is not None:
+            _check_blocks(abstract_params)
+            _check_rounded(config, abstract_params)
+        counts = config.slots.counts(config, abstract_params)
+        if counts:
+            _check_counts(config, counts)
+        tables = _tables(config, abstract_params)
         options = LeafPlanOptions(
             rules=config.layout.rules,
             stacked=as_block_model(config.loss.loss_fn) is not None,
@@ -97,8 +97,8 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
             tables=tables,
         )
         plans = plan_leaves(abstract_params, config.mesh, options)
-    treedef, flat = jax.tree.structure(abstract_params), tuple(jax.tree.leaves(plans))
-    _check_trainable(config, flat)
+        treedef, flat = jax.tree.structure(abstract_params), tuple(jax.tree.leaves(plans))
+        _check_trainable(flat)
     trainable = _trainable(treedef, flat, abstract_params)
     opt_state = jax.eval_shape(config.update.tx.init, trainable)
     refuse_unsupported(config.strategy, opt_state)
@@ -159,20 +159,20 @@ def _trainable(treedef: TreeDef, plans: Sequence[LeafPlan], params: PyTree) -> P
     return treedef.unflatten([leaf if plan.trainable else None for leaf, plan in leaves])
 
 
-def _check_blocks(config: StrategyConfig, params: PyTree) -> None:
+def _check_blocks(params: PyTree) -> None:
     fix = (
         'pass {"blocks": leaves stacked [L, ...], **outer}; jax.tree.map(lambda *x: jnp.stack(x),'
         " *blocks) stacks."
     )
     if not isinstance(params, Mapping) or BLOCKS not in params:
         problem = "the parameters of a BlockModel must be a dict with 'blocks'."
-        raise ValueError(format_error(config.strategy, problem, fix=fix))
+        raise value_error(problem, fix=fix)
     leaves = leaves_with_paths(params[BLOCKS])
     counts = {leaf.shape[:1] for _, leaf in leaves}
     if len(counts) != 1 or counts == {()} or isinstance(params[BLOCKS], list | tuple):
         problem = "the leaves of 'blocks' must be stacked along a first dim of one length."
         shapes = [f"blocks/{path}: shape {leaf.shape}" for path, leaf in leaves]
-        raise ValueError(format_error(config.strategy, problem, shapes, fix))
+        raise value_error(problem, shapes, fix)
 
 
 def _check_rounded(config: StrategyConfig, params: PyTree) -> None:
@@ -193,9 +193,7 @@ def _check_rounded(config: StrategyConfig, params: PyTree) -> None:
                 "BlockModel.rounded must be a dict of key path -> so.nn.Rounding, got"
                 f" {model.rounded!r:.80}."
             )
-            raise TypeError(
-                format_error(config.strategy, problem, fix="leave it out, or name the weights.")
-            )
+            raise type_error(problem, fix="leave it out, or name the weights.")
         problems = [
             f"{path}: {problem}"
             for path, rounding in model.rounded.items()
@@ -206,11 +204,7 @@ def _check_rounded(config: StrategyConfig, params: PyTree) -> None:
                 f"the leaves of a block are {', '.join(list(leaves)[:8])}; describe the product"
                 " that reads each of them."
             )
-            raise ValueError(
-                format_error(
-                    config.strategy, "BlockModel.rounded does not fit the blocks.", problems, fix
-                )
-            )
+            raise value_error("BlockModel.rounded does not fit the blocks.", problems, fix)
 
 
 def _rounding_problem(leaf: jax.ShapeDtypeStruct | None, rounding: object) -> str:
@@ -249,7 +243,7 @@ def _tables(config: StrategyConfig, params: PyTree) -> tuple[str, ...]:
         fix = (
             f"name some of {', '.join(matrix_paths[:8])}." if matrix_paths else "leave tables out."
         )
-        raise ValueError(format_error(config.strategy, problem, wrong, fix))
+        raise value_error(problem, wrong, fix)
     can_shard = (
         config.placement.params and config.loss.view == "per_device" and config.schedule is None
     )
@@ -265,12 +259,10 @@ def _check_counts(config: StrategyConfig, counts: Counts) -> None:
         )
         size = len(counts)
         fix = f"use a multiple of {size} blocks in equal parts, or opt_state='within'."
-        raise ValueError(format_error(config.strategy, problem, fix=fix))
+        raise value_error(problem, fix=fix)
 
 
-def _check_trainable(config: StrategyConfig, plans: tuple[LeafPlan, ...]) -> None:
+def _check_trainable(plans: tuple[LeafPlan, ...]) -> None:
     if not any(plan.trainable for plan in plans):
         problem = f"nothing is trainable among {plural(len(plans), 'parameter leaf')}."
-        raise ValueError(
-            format_error(config.strategy, problem, fix="pass floating leaves that no rule freezes.")
-        )
+        raise value_error(problem, fix="pass floating leaves that no rule freezes.")

@@ -115,8 +115,16 @@ def row_counts(config: StrategyConfig, batch: PyTree) -> frozenset[int]:
     """Return the numbers of rows that the leaves of a batch have: a single number if they agree."""
     if not config.batch_dims:  # no rule, so no key paths
         return frozenset(np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf))
+    return _sizes_of_dim(config, batch, row_dim)
+
+
+def _sizes_of_dim(
+    config: StrategyConfig,
+    batch: PyTree,
+    dim_of: Callable[[StrategyConfig, str, int], int | None],
+) -> frozenset[int]:
     leaves_and_dims = (
-        (leaf, row_dim(config, path, np.ndim(leaf))) for path, leaf in leaves_with_paths(batch)
+        (leaf, dim_of(config, path, np.ndim(leaf))) for path, leaf in leaves_with_paths(batch)
     )
     return frozenset(
         leaf.shape[dim]
@@ -214,10 +222,7 @@ def leaf_spec(
 
 def sequence_lengths(config: StrategyConfig, batch: PyTree) -> frozenset[int]:
     """Return the numbers of positions that the sequences of a batch have."""
-    leaves_and_dims = (
-        (leaf, sequence_dim(config, path, np.ndim(leaf))) for path, leaf in leaves_with_paths(batch)
-    )
-    return frozenset(leaf.shape[dim] for leaf, dim in leaves_and_dims if dim is not None)
+    return _sizes_of_dim(config, batch, sequence_dim)
 
 
 def resized(

@@ -6,7 +6,7 @@ one does.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Never, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,6 @@ from jaxtyping import Array
 from shardopt.core._errors import format_error, plural
 from shardopt.core._rounding import Precision
 from shardopt.core._types import widened
-from shardopt.low_precision._first_order import first_order
 from shardopt.low_precision._numbers import (
     as_bits,
     eight_bits,
@@ -141,13 +140,48 @@ def _without(letters: str, removed: str) -> str:
     return "".join(letter for letter in letters if letter not in removed)
 
 
+Results = TypeVar("Results")
+
+
+def _first_order(function: Callable[..., Results]) -> Callable[..., Results]:
+    """Return a forward or backward function of a `custom_vjp` that cannot be differentiated.
+
+    jax does it for a gradient of a gradient. It would differentiate roundings and scales, and
+    return wrong numbers or zeros.
+
+    Args:
+      function: a function whose arguments after the first are pytrees of arrays.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Results:
+        if not is_analysed():
+            # nothing reads the result, so that it changes no program
+            _not_differentiated(*args[1:])
+        return function(*args)
+
+    return run
+
+
+@jax.custom_jvp
+def _not_differentiated(*arrays: Any) -> Any:
+    return arrays
+
+
+@_not_differentiated.defjvp
+def _refuse(primals: Any, tangents: Any) -> Never:
+    problem = "the gradient of a product in 8 bits was differentiated, and it has no gradient."
+    fix = "use precision=None where a loss or a block takes a gradient itself."
+    raise TypeError(format_error("quantized_einsum", problem, fix=fix))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _multiply(product: Product, x: Array, numbers: Array, scale: Array, weight: Array) -> Array:
     """Return the product with a rounded weight. `weight` is not read, and has the gradient."""
     return _forward(product, x, numbers, scale, weight)[0]
 
 
-@first_order
+@_first_order
 def _forward(
     product: Product, x: Array, numbers: Array, scale: Array, weight: Array
 ) -> tuple[Array, tuple[Any, ...]]:
@@ -161,7 +195,7 @@ def _forward(
     return y.astype(jnp.result_type(x.dtype, weight.dtype)), residuals
 
 
-@first_order
+@_first_order
 def _backward(
     product: Product, residuals: tuple[Any, ...], grad: Array
 ) -> tuple[Array | None, ...]:
@@ -201,7 +235,7 @@ def _round_and_multiply(product: Product, x: Array, weight: Array) -> Array:
     return _round_forward(product, x, weight)[0]
 
 
-@first_order
+@_first_order
 def _round_forward(product: Product, x: Array, weight: Array) -> tuple[Array, tuple[Any, ...]]:
     dtype = eight_bits(product.precision).numbers
     rounded = round_array(weight, product.weight, product.channels, dtype)

@@ -150,9 +150,8 @@ class Part(NamedTuple):
         """Return the numbers of the part, from a read of just its bytes."""
         order, length = self._runs()
         ordered = np.empty([self.view.shape[axis] for axis in order], self.view.dtype)
-        rows = ordered.reshape(-1, length).view(np.uint8).reshape(-1, length * self.view.itemsize)
         with self.tensor.path.open("rb", buffering=0) as file:
-            for row, offset in zip(rows, self._offsets(order, length), strict=True):
+            for row, offset in self._rows(ordered, order, length):
                 if os.preadv(file.fileno(), [row.data], offset) != row.size:
                     raise OSError(error_text(f"{self.tensor.path} ended while it was read."))
         return ordered.transpose(np.argsort(order))
@@ -161,13 +160,19 @@ class Part(NamedTuple):
         """Write the numbers of the part, and nothing else of the file; return how many bytes."""
         order, length = self._runs()
         ordered = np.ascontiguousarray(values.transpose(order).astype(self.view.dtype, copy=False))
-        rows = ordered.reshape(-1, length).view(np.uint8).reshape(-1, length * self.view.itemsize)
         with self.tensor.path.open("r+b", buffering=0) as file:
-            for row, offset in zip(rows, self._offsets(order, length), strict=True):
+            for row, offset in self._rows(ordered, order, length):
                 written = 0
                 while written < row.size:
                     written += os.pwrite(file.fileno(), row.data[written:], offset + written)
         return ordered.nbytes
+
+    def _rows(
+        self, ordered: np.ndarray, order: list[int], length: int
+    ) -> Iterator[tuple[np.ndarray, int]]:
+        """Yield the bytes of each run of numbers, and where they lie in the file."""
+        rows = ordered.reshape(-1, length).view(np.uint8).reshape(-1, length * self.view.itemsize)
+        return zip(rows, self._offsets(order, length), strict=True)
 
     def _runs(self) -> tuple[list[int], int]:
         """Return the dims in the order of the file, and how many numbers lie side by side there."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, value_error
 from shardopt.parameter_server._views import Segment, summarize, timeline
 from shardopt.runtime._files import write_atomic
 
@@ -187,6 +187,7 @@ class Log:
         write_atomic(path, "\n".join([json.dumps(header), *events, ""]))
 
     @classmethod
+    @calling("parameter_server.Log.load")
     def load(cls, path: str | os.PathLike[str]) -> "Log":
         """Read a log that `save` wrote.
 
@@ -194,30 +195,23 @@ class Log:
           FileNotFoundError: if there is no such file.
           ValueError: if the file is not a log, is cut off, or a line cannot be read.
         """
-        caller = "parameter_server.Log.load"
         with Path(path).open(encoding="utf-8") as file:
             lines = file.read().splitlines()
         header = _parse(lines[0]) if lines else None
         if not isinstance(header, dict) or header.get("format") != FORMAT:
             problem = f"{os.fspath(path)} is no event log of format {FORMAT}."
-            raise ValueError(format_error(caller, problem, fix="pass a file that Log.save wrote."))
+            raise value_error(problem, fix="pass a file that Log.save wrote.")
         count = header.pop("events")
         del header["format"], header["columns"]
         log = cls(header)
         for number, line in enumerate(lines[1:], start=2):
             event = _parse(line)
             if not _is_event(event):
-                raise ValueError(
-                    format_error(
-                        caller, f"line {number} of {os.fspath(path)} is no event: {line[:80]!r}."
-                    )
-                )
+                raise value_error(f"line {number} of {os.fspath(path)} is no event: {line[:80]!r}.")
             log.append(Event(*event))
         if len(log) != count:
-            raise ValueError(
-                format_error(
-                    caller, f"{os.fspath(path)} has {len(log)} events, and its header says {count}."
-                )
+            raise value_error(
+                f"{os.fspath(path)} has {len(log)} events, and its header says {count}."
             )
         return log
 

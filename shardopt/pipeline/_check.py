@@ -123,9 +123,10 @@ def check_sizes(**sizes: int) -> None:
 
 
 def check_groups(num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
-    """Refuse several chunks if the number of micro-batches is not a multiple of the number of
-    stages.
+    """Refuse bad sizes, and several chunks if the number of micro-batches is not a multiple of the
+    number of stages.
     """
+    check_sizes(num_stages=num_stages, num_micro_batches=num_micro_batches, num_chunks=num_chunks)
     if num_chunks > 1 and num_micro_batches % num_stages:
         problem = (
             f"with {num_chunks} chunks per stage, micro-batches must be a multiple of the"

@@ -50,17 +50,12 @@ def zero_bubble(num_stages: int, num_micro_batches: int, num_chunks: int = 1) ->
       Qi et al., "Zero Bubble Pipeline Parallelism", 2023, section 2; its interleaved form is
       PyTorch's `ScheduleInterleavedZeroBubble`.
     """
-    sizes = {
-        "num_stages": num_stages,
-        "num_micro_batches": num_micro_batches,
-        "num_chunks": num_chunks,
-    }
-    check_sizes(**sizes)
-    check_groups(**sizes)
+    sizes = num_stages, num_micro_batches, num_chunks
+    check_groups(*sizes)
     # forwards ahead of B and weight passes behind it add up to v S on every stage
     max_chunks = num_stages * num_chunks
     orders = [
-        stage_order(max_chunks - stage, **sizes, weight_lag=stage) for stage in range(num_stages)
+        stage_order(max_chunks - stage, *sizes, weight_lag=stage) for stage in range(num_stages)
     ]
     return from_order(orders, name="zero_bubble")
 
@@ -160,14 +155,9 @@ def zero_bubble_lockstep(num_stages: int, num_micro_batches: int, num_chunks: in
       (the chunks); Qi et al., "Pipeline Parallelism with Controllable Memory", 2024 (V-shaped
       placements). The timing is shardopt's own.
     """
-    sizes = {
-        "num_stages": num_stages,
-        "num_micro_batches": num_micro_batches,
-        "num_chunks": num_chunks,
-    }
-    check_sizes(**sizes)
-    check_groups(**sizes)
-    forward, backward = lockstep_ticks(**sizes)
+    sizes = num_stages, num_micro_batches, num_chunks
+    check_groups(*sizes)
+    forward, backward = lockstep_ticks(*sizes)
     weight = _weight_ticks(num_stages, forward, backward)
     return from_ticks(num_stages, forward, backward, weight, name="zero_bubble_lockstep")
 

@@ -292,3 +292,6 @@ def build(
         mesh=config.home.mesh,
         config=config._replace(report=functions.report),
     )
+
+
+UNDECIDED = "view: the first step chooses it."

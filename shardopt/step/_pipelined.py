@@ -24,7 +24,7 @@ from shardopt.core._block_model import (
 )
 from shardopt.core._block_remat import checkpointed
 from shardopt.core._checksum import checksum_of, to_limbs
-from shardopt.core._errors import calling, format_error, plural
+from shardopt.core._errors import format_error, plural, value_error
 from shardopt.core._loss_parts import LossParts
 from shardopt.core._types import PyTree, replaced
 from shardopt.losses._batch_dims import num_rows
@@ -74,9 +74,8 @@ class Pipelined:
                 f"there are no blocks to cut into {plural(self.schedule.num_stages, 'stage')}."
             )
             fix = "stack at least one block a stage and chunk."
-            raise ValueError(format_error(config.strategy, problem, fix=fix))
-        with calling(config.strategy):
-            return cut_blocks(self.schedule, num_blocks, self.blocks_per_stage)
+            raise value_error(problem, fix=fix)
+        return cut_blocks(self.schedule, num_blocks, self.blocks_per_stage)
 
     def gathers_once(self, config: StrategyConfig) -> bool:
         """Return whether the weights of blocks are gathered, and their gradients scattered, once a

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardopt.remat._transposed_products import without_transposes
+from shardopt.remat._split_backward import without_transposes
 
 DRAW = np.random.default_rng(0)
 A, B = DRAW.normal(size=(2, 3, 4, 5)), DRAW.normal(size=(2, 4, 6, 7))
