@@ -54,7 +54,7 @@ def find_optimizer(text: str) -> tuple[Callable[..., optax.GradientTransformatio
     """Return the optax function and the arguments in a text such as "adamw" or
     "contrib.muon(beta=0.9)".
     """
-    name, arguments = read_call("--optimizer", text, example="adamw(b2=0.99)")
+    name, arguments = read_call(text)
     functions, name = optimizers(), name.removeprefix("optax.")
     if name not in functions:
         same_name = [
@@ -106,12 +106,12 @@ def _needs_only_a_learning_rate(function: Callable[..., object]) -> bool:
     )
 
 
-def read_call(option: str, text: str, *, example: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments of a text such as "adamw" or "adamw(b2=0.99,
+def read_call(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the arguments of an --optimizer such as "adamw" or "adamw(b2=0.99,
     nesterov=True)".
 
     Example:
-      >>> read_call("--optimizer", "lion(b1=0.95)", example="")
+      >>> read_call("lion(b1=0.95)")
       ('lion', {'b1': 0.95})
     """
     try:
@@ -121,11 +121,8 @@ def read_call(option: str, text: str, *, example: str) -> tuple[str, dict[str, A
             raise ValueError
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError):
-        fix = (
-            f"write a name such as {example.partition('(')[0]}, or a call with keywords, such as"
-            f" {example!r}."
-        )
-        raise value_error(f"{option} {text} cannot be read.", fix=fix) from None
+        fix = "write a name such as adamw, or a call with keywords, such as 'adamw(b2=0.99)'."
+        raise value_error(f"--optimizer {text} cannot be read.", fix=fix) from None
     return ast.unparse(call.func), arguments
 
 

@@ -5,14 +5,14 @@ from typing import NamedTuple
 import jax
 
 from shardopt.config._layout import make_layout
-from shardopt.core._errors import NotSeparableError, calling, format_error, value_error
+from shardopt.core._errors import NotSeparableError, calling, format_error
 from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import PyTree, TrainState, abstract
 from shardopt.diagnose._difference import Difference, largest
+from shardopt.diagnose._pieces import checked_batch
 from shardopt.diagnose._whole_steps import Comparison, batches_of, values_of, with_gradients
-from shardopt.step._global_rows import rows_of
-from shardopt.step._inputs import check_batch, check_state, place_batch
-from shardopt.step._optimizer import ShardedOptimizer, check_is_strategy
+from shardopt.step._inputs import place_batch
+from shardopt.step._optimizer import ShardedOptimizer
 
 NUM_STEPS = 3
 """The steps that are compared: what a step leaves for the next one is read twice."""
@@ -94,14 +94,7 @@ def check(
 
     **Communication**: as much as three steps and one evaluation.
     """
-    check_is_strategy(opt)
-    config = opt.config
-    check_state(config, state)
-    batch = rows_of(config, "check").join(batch)
-    check_batch(config, batch)
-    if config.per_replica:
-        problem = "replicas of this strategy train apart, so there is no one gradient to compare."
-        raise value_error(problem, fix="check the strategy that was combined.")
+    batch = checked_batch("check", opt, state, batch)
     report = CheckReport(_differences(opt, state, batch, tolerance))
     print(report)
     if wrong := [difference for difference in report.differences if difference.differs]:
@@ -114,7 +107,7 @@ def check(
             "see the remedies of NotSeparableError in the documentation of so.ddp: view='global' is"
             " exact for every loss. If that differs too, it is a fault of the strategy: report it."
         )
-        raise NotSeparableError(format_error(config.strategy, problem, listed, fix))
+        raise NotSeparableError(format_error(opt.config.strategy, problem, listed, fix))
     return report
 
 

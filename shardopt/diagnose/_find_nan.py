@@ -12,18 +12,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.config._layout import make_layout
-from shardopt.core._errors import calling, value_error
+from shardopt.core._errors import calling
 from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import PyTree, TrainState, abstract, leaves_with_paths
 from shardopt.diagnose._finding import MOST_ROWS, QUOTIENT, NonFinite, finding_of
 from shardopt.diagnose._origin import first_origin, quick_compilation
 from shardopt.diagnose._piece_loss import PieceLoss
-from shardopt.diagnose._pieces import WHOLE, Piece, cuts_of, pieces_of, values_on_host
+from shardopt.diagnose._pieces import (
+    WHOLE,
+    Piece,
+    checked_batch,
+    cuts_of,
+    pieces_of,
+    values_on_host,
+)
 from shardopt.losses._batch_dims import row_counts
 from shardopt.losses._metrics import added, value_of
-from shardopt.step._global_rows import rows_of
-from shardopt.step._inputs import check_batch, check_state
-from shardopt.step._optimizer import ShardedOptimizer, check_is_strategy
+from shardopt.step._optimizer import ShardedOptimizer
 
 
 @api_boundary
@@ -78,14 +83,8 @@ def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFini
     is NaN. The traceback ends at the line of the loss. It names no operation, row or device, and
     infinities pass. `find_nan` turns it off while it searches.
     """
-    check_is_strategy(opt)
+    batch = checked_batch("find_nan", opt, state, batch)
     config = opt.config
-    check_state(config, state)
-    batch = rows_of(config, "find_nan").join(batch)
-    check_batch(config, batch)
-    if config.per_replica:
-        problem = "replicas of this strategy train apart, each with its own parameters."
-        raise value_error(problem, fix="search in the strategy that was combined.")
     layout = make_layout(config, abstract(state.params))
     cuts = cuts_of(config, layout, batch)
     pieces = list(pieces_of(config, state, batch, cuts))

@@ -10,13 +10,33 @@ import numpy as np
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.core._block_model import takes_rng
+from shardopt.core._errors import value_error
 from shardopt.core._types import PyTree, TrainState, is_key
 from shardopt.losses._batch_dims import num_rows, row_counts
 from shardopt.losses._global_view import num_micro_batches
 from shardopt.losses._loss import step_key
 from shardopt.losses._view import Views
 from shardopt.runtime._processes import gather_to_host
-from shardopt.step._inputs import place_batch
+from shardopt.step._global_rows import rows_of
+from shardopt.step._inputs import check_batch, check_state, place_batch
+from shardopt.step._optimizer import ShardedOptimizer, check_is_strategy
+
+
+def checked_batch(caller: str, opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> PyTree:
+    """Return the rows of all processes, for a function that looks into one step.
+
+    Raises:
+      TypeError: if `opt` is not a strategy, or `state` not a train state.
+      ValueError: if the state was donated, the batch does not fit, or replicas train apart.
+    """
+    check_is_strategy(opt)
+    check_state(opt.config, state)
+    batch = rows_of(opt.config, caller).join(batch)
+    check_batch(opt.config, batch)
+    if opt.config.per_replica:
+        problem = "replicas of this strategy train apart, each with its own parameters."
+        raise value_error(problem, fix="pass the strategy that was combined.")
+    return batch
 
 
 class Piece(NamedTuple):

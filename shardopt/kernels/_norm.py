@@ -111,7 +111,7 @@ def takes_norm(x: Array, has_sharded_positions: bool) -> bool:
 
 
 def _block(x: Array) -> int:
-    return largest_block(x.shape[1], 512, ROWS, _bytes_per_row(x))
+    return largest_block(x.shape[1], 512, _bytes_per_row(x))
 
 
 def _bytes_per_row(x: Array) -> int:

@@ -47,12 +47,12 @@ def by_strips(size: int, strip: int, run: Any) -> None:
     )
 
 
-def largest_block(size: int, largest: int, smallest: int, bytes_per_index: int) -> int:
-    """Return the largest block of a dim between `smallest` and `largest`, which are powers of 2,
+def largest_block(size: int, largest: int, bytes_per_index: int) -> int:
+    """Return the largest block of a dim between `ROWS` and `largest`, which are powers of 2,
     that fits into VMEM.
     """
     block = math.gcd(size, largest)
-    while block > smallest and block * bytes_per_index > vmem():
+    while block > ROWS and block * bytes_per_index > vmem():
         block //= 2
     return block
 

@@ -21,7 +21,7 @@ def rotate_halves(
     """
     heads = x.swapaxes(1, 2)
     B, H, T, K = heads.shape
-    block = largest_block(T, 256, ROWS, _bytes_per_row(x))
+    block = largest_block(T, 256, _bytes_per_row(x))
 
     def table(first, second):
         return jnp.concatenate([first, second], axis=-1)[:, :, 0]

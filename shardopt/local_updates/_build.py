@@ -88,33 +88,14 @@ def check_sync(sync: SyncConfig) -> None:
             {max(every // fragments, 1) * fragments, (every // fragments + 1) * fragments}
         )
         raise value_error(problem, fix=f"use sync_every={' or '.join(map(str, multiples))}.")
-    check_delay_and_mix(sync.delay, sync.mix, every // fragments, every="sync_every", verb="sync")
-
-
-def check_delay_and_mix(delay: int, mix: float, stride: int, *, every: str, verb: str) -> None:
-    """Check that the delay is shorter than the steps between two fragments, and that the mix is
-    between 0 and 1.
-
-    Args:
-      delay: the number of steps between sending and applying a fragment, an integer.
-      mix: the fraction of its own parameters that a replica keeps.
-      stride: the number of steps between two fragments.
-      every: the name of the argument with the number of steps between two sends of the same
-        fragment.
-      verb: the verb for this action, for the message.
-
-    Raises:
-      TypeError: if the mix is not a number.
-      ValueError: if either is out of range.
-    """
-    if delay >= stride:
+    stride = every // fragments
+    if sync.delay >= stride:
         problem = (
-            f"delay={delay} must be below {every} / fragments = {stride}: the next fragment is sent"
-            " then."
+            f"delay={sync.delay} must be below sync_every / fragments = {stride}: the next fragment"
+            " is sent then."
         )
-        raise value_error(
-            problem, fix=f"use a delay of at most {stride - 1}, or {verb} less often."
-        )
-    check_is_number("mix", mix)
-    if not 0 <= mix <= 1:
-        raise value_error(f"mix must be between 0 and 1, got {mix}.")
+        fix = f"use a delay of at most {stride - 1}, or sync less often."
+        raise value_error(problem, fix=fix)
+    check_is_number("mix", sync.mix)
+    if not 0 <= sync.mix <= 1:
+        raise value_error(f"mix must be between 0 and 1, got {sync.mix}.")

@@ -47,7 +47,7 @@ def opened(subscripts: str, weight: RoundedWeight, precision: str | None) -> Rou
       ValueError: if the product has another precision, or sums over other dims.
     """
     rounding = weight.rounding
-    check_intact("quantized_einsum", weight)
+    check_intact(weight)
     x, letters, _ = parse_subscripts(subscripts)
     is_product = precision == rounding.precision and set(letters[: rounding.summed]) == set(
         x

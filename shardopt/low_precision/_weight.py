@@ -183,7 +183,7 @@ class RoundedWeight(StandIn):
         return from_bits(self.numbers, self.rounding.precision), scale, self.zeros
 
 
-def check_intact(caller: str, weight: RoundedWeight) -> None:
+def check_intact(weight: RoundedWeight) -> None:
     """Refuse a rounded weight whose arrays were cast, or that the block did not cast as its
     rounding says.
 
@@ -197,11 +197,8 @@ def check_intact(caller: str, weight: RoundedWeight) -> None:
             f"a weight that BlockModel.rounded names was rounded in {dtype}, and the block did not"
             " cast it to that."
         )
-        raise TypeError(
-            format_error(
-                caller, problem, fix="leave out the dtype of its Rounding, or cast the weight."
-            )
-        )
+        fix = "leave out the dtype of its Rounding, or cast the weight."
+        raise TypeError(format_error("quantized_einsum", problem, fix=fix))
     if not weight.is_intact:
         problem = (
             "the arrays within a weight that BlockModel.rounded names were cast, and it is rounded"
@@ -211,4 +208,4 @@ def check_intact(caller: str, weight: RoundedWeight) -> None:
             "cast the weight itself: give jax.tree.map is_leaf=lambda leaf: hasattr(leaf,"
             ' "astype").'
         )
-        raise TypeError(format_error(caller, problem, fix=fix))
+        raise TypeError(format_error("quantized_einsum", problem, fix=fix))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error, type_error, value_error
 from shardopt.core._types import PyTree, Weighted
 from shardopt.nn._ids import IGNORED, as_int32
 
@@ -78,12 +78,17 @@ class Inputs(NamedTuple):
     whole: bool = False
 
 
-def read_inputs(caller: str, batch: PyTree) -> Inputs:
+_EXPECTED = (
+    "a batch is a dict with integer tokens [B, T + 1], or tokens and targets [B, T], T at least 1"
+)
+
+
+@calling("decoder")
+def read_inputs(batch: PyTree) -> Inputs:
     """Return the checked arrays of a batch: a dict of "tokens" [B, T + 1], or of "tokens" and
     "targets" [B, T].
 
     Args:
-      caller: the model, for errors.
       batch: the dict; optional "weights", "segment_ids", "positions" and "order" are [B, T] in
         either form.
 
@@ -93,15 +98,36 @@ def read_inputs(caller: str, batch: PyTree) -> Inputs:
       ValueError: if the batch has a leaf of another name, tokens have another shape, or another
         leaf does not have the shape of the inputs.
     """
-    expected = (
-        f"{caller}: a batch is a dict with integer tokens [B, T + 1], or tokens and targets [B, T],"
-        " T at least 1"
+    shape = _input_shape(batch)
+    leaves = {name: batch[name] for name in _OPTIONAL if name in batch}
+    weights = leaves.pop("weights", None)
+    _check_leaves(leaves, weights, shape)
+    tokens, integers = jax.tree.map(as_int32, (batch["tokens"], leaves))
+    if "targets" in integers:
+        targets = integers["targets"]
+        is_counted = targets != IGNORED
+        weights = is_counted if weights is None else jnp.where(is_counted, weights, 0)
+    else:  # where no token may be -100
+        tokens, targets = tokens[:, :-1], tokens[:, 1:]
+        targets = jnp.where(targets == IGNORED, -1, targets)
+    return Inputs(
+        tokens,
+        targets,
+        weights,
+        integers.get("segment_ids"),
+        integers.get("positions"),
+        integers.get("order"),
+        # a context axis cannot split T + 1 tokens
+        whole=not {"targets", "positions", "order"} & set(integers),
     )
-    if not isinstance(batch, Mapping) or "tokens" not in batch:
-        actual = (
-            f"a dict with {sorted(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
-        )
-        raise TypeError(f"{expected}; got {actual}.")
+
+
+def _input_shape(batch: PyTree) -> tuple[int, int]:
+    """Return [B, T] of a batch; refuse other leaves, and tokens of another kind or shape."""
+    if not isinstance(batch, Mapping):
+        raise type_error(f"{_EXPECTED}; got {type(batch).__name__}.")
+    if "tokens" not in batch:
+        raise type_error(f"{_EXPECTED}; got a dict with {sorted(batch)}.")
     if unread := sorted(str(name) for name in set(batch) - {"tokens", *_OPTIONAL}):
         problem = "the model does not read all leaves of the batch."
         fix = (
@@ -109,51 +135,34 @@ def read_inputs(caller: str, batch: PyTree) -> Inputs:
             " weights of 0 and 1. Labels are targets, shifted by one: the target of a token is the"
             " next one."
         )
-        raise ValueError(format_error(caller, problem, unread, fix))
-    tokens, has_targets = batch["tokens"], "targets" in batch
-    if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise TypeError(f"{expected}; got tokens of {tokens.dtype}.")
-    if tokens.ndim != 2 or tokens.shape[1] < 2 - has_targets:
-        raise ValueError(f"{expected}; got tokens of shape {tokens.shape}.")
-    shape = tokens.shape[0], tokens.shape[1] - (not has_targets)
-    leaves = {name: batch[name] for name in _OPTIONAL if name in batch}
+        raise value_error(problem, unread, fix)
+    tokens = batch["tokens"]
+    num_shifted = 0 if "targets" in batch else 1
+    if not _has_integers(tokens):
+        raise type_error(f"{_EXPECTED}; got tokens of {tokens.dtype}.")
+    if tokens.ndim != 2 or tokens.shape[1] <= num_shifted:
+        raise value_error(f"{_EXPECTED}; got tokens of shape {tokens.shape}.")
+    return tokens.shape[0], tokens.shape[1] - num_shifted
+
+
+def _check_leaves(
+    integers: Mapping[str, Array], weights: Array | None, shape: tuple[int, int]
+) -> None:
+    leaves = integers if weights is None else {**integers, "weights": weights}
     if bad_leaves := [
         f"{name}: shape {leaf.shape}" for name, leaf in leaves.items() if leaf.shape != shape
     ]:
-        raise ValueError(
-            format_error(
-                caller, f"a leaf of the batch is not of shape [B, T] = {shape}.", bad_leaves
-            )
-        )
-    integers = {name: leaf for name, leaf in leaves.items() if name != "weights"}
+        raise value_error(f"a leaf of the batch is not of shape [B, T] = {shape}.", bad_leaves)
     if bad_leaves := [
-        f"{name}: {leaf.dtype}"
-        for name, leaf in integers.items()
-        if not jnp.issubdtype(leaf.dtype, jnp.integer)
+        f"{name}: {leaf.dtype}" for name, leaf in integers.items() if not _has_integers(leaf)
     ]:
-        raise TypeError(
-            format_error(caller, "a leaf of the batch does not hold integers.", bad_leaves)
-        )
-    tokens, integers = jax.tree.map(as_int32, (tokens, integers))
-    weights = leaves.get("weights")
+        raise type_error("a leaf of the batch does not hold integers.", bad_leaves)
     if weights is not None and jnp.iscomplexobj(weights):
-        raise TypeError(f"{caller}: weights of the batch must be real, got {weights.dtype}.")
-    if has_targets:
-        targets = integers["targets"]
-        is_counted = targets != IGNORED
-        weights = is_counted if weights is None else jnp.where(is_counted, weights, 0)
-    else:  # where no token may be -100
-        targets = jnp.where(tokens[:, 1:] == IGNORED, -1, tokens[:, 1:])
-    return Inputs(
-        tokens if has_targets else tokens[:, :-1],
-        targets,
-        weights,
-        integers.get("segment_ids"),
-        integers.get("positions"),
-        integers.get("order"),
-        # a context axis cannot split T + 1 tokens
-        whole=not {"targets", "positions", "order"} & set(leaves),
-    )
+        raise type_error(f"weights of the batch must be real, got {weights.dtype}.")
+
+
+def _has_integers(leaf: Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.integer)
 
 
 def mean_loss(nats: Float[Array, "B T"], inputs: Inputs) -> Float[Array, ""] | Weighted:

@@ -316,7 +316,7 @@ def model(config: DecoderConfig, *, remat: Remat = None) -> BlockModel:
 
 
 def _embed(config: DecoderConfig, outer: Params, batch: Batch) -> BlockStream:
-    stream = embed_tokens(config, outer, read_inputs(_CALLER, batch))
+    stream = embed_tokens(config, outer, read_inputs(batch))
     return _run_blocks(config, outer["first_blocks"], stream) if config.num_first else stream
 
 
@@ -383,7 +383,7 @@ def _final_norm_and_head(
 
 
 def _loss(config: DecoderConfig, outer: Params, stream: BlockStream, batch: Batch) -> Loss:
-    inputs = read_inputs(_CALLER, batch)
+    inputs = read_inputs(batch)
     normed, head = _final_norm_and_head(config, outer, stream.x)
     normed = gather_positions(normed) if config.sequence_parallel else normed
     options = {

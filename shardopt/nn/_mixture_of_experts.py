@@ -367,11 +367,11 @@ def _on_each_device(
 
     row_axes, context_axes = of_roles("replica", "data", EXPERT), of_roles(CONTEXT)
     tensor_axes = of_roles(TENSOR)
-    if not _divides(tensor_axes, sizes, inputs.weights, "up", 2):
+    if not _divides(tensor_axes, sizes, inputs.weights, 2):
         tensor_axes = ()
     # replicated experts are split over their axis if its size divides them: slicing a replicated
     # array costs nothing
-    splits_experts = set(axes) <= auto_axes and _divides(axes, sizes, inputs.weights, "up", 0)
+    splits_experts = set(axes) <= auto_axes and _divides(axes, sizes, inputs.weights, 0)
     expert_axes = axes if splits_experts else ()
     specs = _weight_specs(inputs.weights, expert_axes, tensor_axes)
     if "down_bias" in inputs.weights:  # each tensor shard adds its part
@@ -464,12 +464,9 @@ def _check_weights(label: str, weights: Weights, dims: tuple[str, ...], x: Array
         raise value_error(f"the {label} do not fit.", shapes_text, fix)
 
 
-def _divides(
-    axes: tuple[str, ...], sizes: Mapping[str, int], weights: Weights, name: str, dim: int
-) -> bool:
-    """Return whether there are axes, and their devices divide a dim of a weight."""
-    num_devices = size_along(sizes, axes)
-    return bool(axes) and weights[name].shape[dim] % num_devices == 0
+def _divides(axes: tuple[str, ...], sizes: Mapping[str, int], weights: Weights, dim: int) -> bool:
+    """Return whether there are axes, and their devices divide a dim of the weight "up"."""
+    return bool(axes) and weights["up"].shape[dim] % size_along(sizes, axes) == 0
 
 
 def _weight_specs(

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,11 +120,12 @@ class Islands:
 
     def compute(self) -> WorkerCompute:
         """Return the work as a run takes it."""
-        return WorkerCompute(self.begin, self.streams.next_batch, self.update, self.on_server)
+        return WorkerCompute(self.begin, self.streams.next_batch, self.update, self.device)
 
-    def on_server(self, tree: PyTree) -> PyTree:
-        """Return arrays on the device of the server, the first device of the first island."""
-        return jax.device_put(tree, next(iter(self.islands.values())).device)
+    @property
+    def device(self) -> Any:
+        """The device of the server: the first device of the first island."""
+        return next(iter(self.islands.values())).device
 
     def begin(self, worker: int, position: int) -> None:
         """Let an island join or resume, with its data only: it has no optimizer state."""
@@ -141,7 +143,7 @@ class Islands:
         island.step(batches)
         update = _change(*island.take_push())._replace(rows=1)
         update = self.compressors.encode(worker, update)
-        return jax.block_until_ready(to_device(update, next(iter(self.islands.values())).device))
+        return jax.block_until_ready(to_device(update, self.device))
 
 
 @jax.jit

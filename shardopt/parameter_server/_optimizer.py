@@ -259,7 +259,7 @@ def replay_events(
     For the checks see `AsyncOptimizer.replay`.
     """
     header = log.header
-    state = server.init(compute.on_server(params))
+    state = server.init(jax.device_put(params, compute.device))
     if digest(state.params) != header["initial"]:
         fix = "pass the same values in the same dtypes, or make them the same way."
         raise value_error("the parameters are not those that the run began with.", fix=fix)

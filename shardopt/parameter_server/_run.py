@@ -40,14 +40,13 @@ class WorkerCompute(NamedTuple):
       next_batch: `next_batch(worker) -> batch`, or None at the end of the data.
       update: `update(worker, params, batch, clock) -> Update`, fully computed, on the device of the
         server.
-      on_server: `on_server(tree) -> tree`, moved to the device of the server: the first device of
-        the first worker.
+      device: the device of the server, the first device of the first worker.
     """
 
     begin: Callable[[int, int], None]
     next_batch: Callable[[int], PyTree | None]
     update: Callable[[int, PyTree, PyTree, int], Update | None]
-    on_server: Callable[[PyTree], PyTree]
+    device: Any
 
 
 class MakeCompute(Protocol):

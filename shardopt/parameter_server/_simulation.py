@@ -153,7 +153,7 @@ def simulate(
             spec.make_compute(batches_of, key),
         )
         spec.check_params(params)
-        params = compute.on_server(params)
+        params = jax.device_put(params, compute.device)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         sizes = (size, size if codec is None else codec.nbytes(trained(params)))
     if message_bytes is not None:

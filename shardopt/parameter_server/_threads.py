@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 
+import jax
+
 from shardopt.parameter_server._callbacks import Callbacks
 from shardopt.parameter_server._coordinator import Coordinator
 from shardopt.parameter_server._run import (
@@ -28,7 +30,7 @@ def run_on_threads(
     """
     compute = spec.make_compute(job.batches_of, job.key)
     began = time.perf_counter()
-    params = compute.on_server(job.params)
+    params = jax.device_put(job.params, compute.device)
     run = AsyncRun(server, params, spec.settings(job.key), lambda: time.perf_counter() - began)
     callbacks.begin(run, params)
     if job.log_path is not None:

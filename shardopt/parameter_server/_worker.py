@@ -202,11 +202,12 @@ class SgdWorkers:
 
     def compute(self) -> WorkerCompute:
         """Return the work as a run takes it."""
-        return WorkerCompute(self.begin, self.streams.next_batch, self.update, self.on_server)
+        return WorkerCompute(self.begin, self.streams.next_batch, self.update, self.device)
 
-    def on_server(self, tree: PyTree) -> PyTree:
-        """Return arrays on the device of the server, the first device of the first worker."""
-        return jax.device_put(tree, next(iter(self.meshes.values())).devices.flat[0])
+    @property
+    def device(self) -> Any:
+        """The device of the server: the first device of the first worker."""
+        return next(iter(self.meshes.values())).devices.flat[0]
 
     def begin(self, worker: int, position: int) -> None:
         """Let a worker join or resume."""
@@ -220,9 +221,7 @@ class SgdWorkers:
         # on the first device of the worker: all have the same gradient
         if self.compressors.codec is not None:
             update = self.compressors.encode(worker, to_device(update, mesh.devices.flat[0]))
-        return jax.block_until_ready(
-            to_device(update, next(iter(self.meshes.values())).devices.flat[0])
-        )
+        return jax.block_until_ready(to_device(update, self.device))
 
     def _gradient(
         self, mesh: Mesh, params: PyTree, batch: PyTree, worker: int, clock: int
@@ -277,9 +276,7 @@ class SgdWorkers:
 
 def no_compute(*_: object) -> WorkerCompute:
     """Return workers that compute nothing and have endless empty batches."""
-    return WorkerCompute(
-        lambda worker, position: None, lambda worker: (), lambda *_: None, lambda tree: tree
-    )
+    return WorkerCompute(lambda *_: None, lambda worker: (), lambda *_: None, None)
 
 
 def _check_mean(

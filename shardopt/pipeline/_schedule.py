@@ -136,7 +136,7 @@ class Schedule:
         An activation is stored from its forward to its last use, both included. The last use is the
         weight pass, or the backward pass if the schedule has no weight passes.
         """
-        return tuple(num_live(self.ticks, "activation").max(axis=0).tolist())
+        return tuple(num_live(self.ticks).max(axis=0).tolist())
 
     @property
     def num_slots(self) -> int:

@@ -150,9 +150,9 @@ def _assign(ticks: Ticks, first: np.ndarray, last: np.ndarray) -> Table:
     return as_table(slots)
 
 
-def num_live(ticks: Ticks, buffer: str) -> np.ndarray:
-    """Return [num_ticks, S], how many values of a ring buffer each stage stores at each tick."""
-    first, last = lifetimes(ticks)[buffer]
+def num_live(ticks: Ticks) -> np.ndarray:
+    """Return [num_ticks, S], how many activations each stage stores at each tick."""
+    first, last = lifetimes(ticks)["activation"]
     stage = np.broadcast_to(np.asarray(ticks.stage_of)[:, None], first.shape)
     is_stored = last >= first
     change = np.zeros((ticks.num_ticks + 1, ticks.num_stages), int)

@@ -1,8 +1,11 @@
-"""Checks that the batches of several processes fit together; each raises on all processes."""
+"""Checks that the batches of several processes fit together; each raises on all processes.
+
+`calling` names the function that the user called.
+"""
 
 from collections.abc import Mapping, Sequence
 
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import plural, value_error
 from shardopt.runtime._agreement import groups, process_text
 
 _SPLIT = (
@@ -15,7 +18,7 @@ Shares = Mapping[int, tuple[int, ...]]
 """Process -> the shares of the rows that its devices hold."""
 
 
-def check_claims(caller: str, claims: Sequence[str], processes: Processes) -> None:
+def check_claims(claims: Sequence[str], processes: Processes) -> None:
     """Refuse, by a ValueError, a global batch on some processes and other rows on others."""
     if len(set(claims)) <= 1:
         return
@@ -27,16 +30,13 @@ def check_claims(caller: str, claims: Sequence[str], processes: Processes) -> No
     }
     listed = [f"{who}: {meanings[claim]}" for claim, who in groups(claims, processes).items()]
     fix = "let all processes pass their batches in the same way, and the same number of them."
-    raise ValueError(format_error(caller, "the batches do not fit together.", listed, fix))
+    raise value_error("the batches do not fit together.", listed, fix)
 
 
-def check_forms(
-    caller: str, forms: Sequence[Sequence[str]], processes: Processes, *, is_global: bool
-) -> None:
+def check_forms(forms: Sequence[Sequence[str]], processes: Processes, *, is_global: bool) -> None:
     """Refuse batches with other leaves, shapes, dtypes or numbers on some processes.
 
     Args:
-      caller: the function that the user called.
       forms: the lines of `HostBatch.form`, by process.
       processes: the processes.
       is_global: whether each process passes the global batch.
@@ -56,10 +56,10 @@ def check_forms(
     if is_global:
         problem = "so.GlobalRows says that all processes pass the same batch, but these differ."
         fix = "pass the same batch on each, or its own rows on each: leave so.GlobalRows out."
-    raise ValueError(format_error(caller, problem, listed, fix))
+    raise value_error(problem, listed, fix)
 
 
-def check_global(caller: str, digests: Sequence[Mapping[str, str]], processes: Processes) -> None:
+def check_global(digests: Sequence[Mapping[str, str]], processes: Processes) -> None:
     """Refuse, by a ValueError, a global batch whose values differ between processes."""
     listed = _differing(digests, processes)
     if listed:
@@ -68,16 +68,15 @@ def check_global(caller: str, digests: Sequence[Mapping[str, str]], processes: P
             "let each process pass its own rows, without so.GlobalRows; or give all processes the"
             " same seed and the same order of files."
         )
-        raise ValueError(format_error(caller, problem, listed, fix))
+        raise value_error(problem, listed, fix)
 
 
 def check_own_rows(
-    caller: str, digests: Sequence[Mapping[str, str]], processes: Processes, shares: Shares
+    digests: Sequence[Mapping[str, str]], processes: Processes, shares: Shares
 ) -> None:
     """Refuse rows of the processes that do not add up to a global batch.
 
     Args:
-      caller: the function that the user called.
       digests: `HostBatch.digests`, by process.
       processes: the processes.
       shares: the shares of the rows that each process holds.
@@ -90,7 +89,7 @@ def check_own_rows(
     if listed := _differing(shared, processes):
         problem = "leaves that all rows share differ between processes."
         fix = "pass the same values on all processes, or name the dim of rows in batch_dims."
-        raise ValueError(format_error(caller, problem, listed, fix))
+        raise value_error(problem, listed, fix)
     of_process = {
         process: tuple(sorted(_part(digest, "rows").items()))
         for process, digest in zip(processes, digests, strict=True)
@@ -107,7 +106,7 @@ def check_own_rows(
                 "let them load the same rows; or pass the global batch on all processes:"
                 " so.GlobalRows(batches)."
             )
-            raise ValueError(format_error(caller, problem, fix=fix))
+            raise value_error(problem, fix=fix)
     first_ones = [min(p for p in processes if shares[p] == held) for held in same_shares]
     leaders = [process for process in first_ones if of_process[process]]
     copies = groups([of_process[process] for process in leaders], leaders)
@@ -118,10 +117,10 @@ def check_own_rows(
             f"split the data over the processes ({_SPLIT}). If each process passes the global"
             " batch, wrap the batches: so.GlobalRows(batches)."
         )
-        raise ValueError(format_error(caller, problem, repeated, fix))
+        raise value_error(problem, repeated, fix)
 
 
-def check_shares(caller: str, shares: Shares) -> None:
+def check_shares(shares: Shares) -> None:
     """Refuse, by a ValueError, a mesh on which two processes hold some common shares of the rows."""
     for first, held in shares.items():
         for second, others in shares.items():
@@ -131,10 +130,10 @@ def check_shares(caller: str, shares: Shares) -> None:
                     " neither can pass rows of its own."
                 )
                 fix = "pass the global batch on each process: so.GlobalRows(batches)."
-                raise ValueError(format_error(caller, problem, fix=fix))
+                raise value_error(problem, fix=fix)
 
 
-def uneven_rows_error(caller: str, rows: Mapping[int, int], pieces: int) -> ValueError:
+def uneven_rows_error(rows: Mapping[int, int], pieces: int) -> ValueError:
     """Return the error of rows that do not add up to what the devices divide."""
     listed = [f"process {process}: {plural(count, 'row')}" for process, count in rows.items()]
     problem = (
@@ -145,7 +144,7 @@ def uneven_rows_error(caller: str, rows: Mapping[int, int], pieces: int) -> Valu
         "leave the last rows of an epoch out (drop_last=True of a loader), or give each process as"
         " many rows as it has pieces."
     )
-    return ValueError(format_error(caller, problem, listed, fix))
+    return value_error(problem, listed, fix)
 
 
 def _differing(digests: Sequence[Mapping[str, str]], processes: Processes) -> list[str]:

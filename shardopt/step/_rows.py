@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from shardopt.config._config import StrategyConfig
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error, type_error, value_error
 from shardopt.core._types import PyTree, abstract, path_text
 from shardopt.losses._batch_dims import placed_specs, resized, row_dim
 from shardopt.runtime._agreement import agree, groups, processes_of
@@ -93,7 +93,8 @@ class AgreedRows:
         for device, (rows,) in sharding.devices_indices_map((axes.num_all_row_shares,)).items():
             held[device.process_index].add(rows.start or 0)
         shares = {process: tuple(sorted(held[process])) for process in self.processes}
-        check_shares(self.caller, shares)
+        with calling(self.caller):
+            check_shares(shares)
         return shares
 
     def join(self, batch: PyTree) -> PyTree:
@@ -203,31 +204,31 @@ class AgreedRows:
         Raises:
           ValueError: if the batches do not fit together.
         """
-        present = {
-            process: message
-            for process, message in zip(self.processes, messages, strict=True)
-            if message.claim != "end"
-        }
-        claims = {message.claim for message in present.values()}
-        has_ended = len(present) < len(messages)
-        if claims != {"process"} or (whole and has_ended):
-            check_claims(self.caller, [message.claim for message in messages], self.processes)
-        if len({message.form for message in present.values()}) > 1:
-            forms = agree(
-                self.caller, None if batch is None else batch.form(self.config), self.processes
-            )
-            check_forms(
-                self.caller,
-                [form for form in forms if form is not None],
-                list(present),
-                is_global=claims == {"global"},
-            )
-        if claims == {"process"}:
-            return self._join_rows(batch, messages, present, whole)
-        assert batch is not None
-        if claims == {"global"}:
-            self._check_global(batch, messages)
-        return batch.leaves
+        with calling(self.caller):
+            present = {
+                process: message
+                for process, message in zip(self.processes, messages, strict=True)
+                if message.claim != "end"
+            }
+            claims = {message.claim for message in present.values()}
+            has_ended = len(present) < len(messages)
+            if claims != {"process"} or (whole and has_ended):
+                check_claims([message.claim for message in messages], self.processes)
+            if len({message.form for message in present.values()}) > 1:
+                forms = agree(
+                    self.caller, None if batch is None else batch.form(self.config), self.processes
+                )
+                check_forms(
+                    [form for form in forms if form is not None],
+                    list(present),
+                    is_global=claims == {"global"},
+                )
+            if claims == {"process"}:
+                return self._join_rows(batch, messages, present, whole)
+            assert batch is not None
+            if claims == {"global"}:
+                self._check_global(batch, messages)
+            return batch.leaves
 
     def _check_global(self, batch: HostBatch, messages: Sequence[Message]) -> None:
         """Refuse, by a ValueError, a global batch that differs between processes."""
@@ -235,7 +236,7 @@ class AgreedRows:
         if len({message.sample for message in messages}) > 1:
             digests = agree(self.caller, batch.digests(self.config), self.processes)
         if digests:
-            check_global(self.caller, digests, self.processes)
+            check_global(digests, self.processes)
 
     def _join_rows(
         self,
@@ -249,16 +250,14 @@ class AgreedRows:
         """
         digests = [message.digests for message in present.values() if message.digests is not None]
         if digests:
-            check_own_rows(self.caller, digests, list(present), self.shares)
+            check_own_rows(digests, list(present), self.shares)
         rows = dict(zip(self.processes, (message.rows for message in messages), strict=True))
         pieces = self.config.axes.num_all_row_shares * self.config.loss.micro_batches
         leaders = self.leaders
         total = sum(rows[process] for process in leaders)
         is_whole_view = self.config.loss.view == "global" and not self.config.per_replica
         if whole and (total == 0 or (total % pieces and not is_whole_view)):
-            raise uneven_rows_error(
-                self.caller, {process: rows[process] for process in leaders}, pieces
-            )
+            raise uneven_rows_error({process: rows[process] for process in leaders}, pieces)
         per_share = {count / len(self.shares[process]) for process, count in rows.items()}
         if len(per_share) == 1 and total and total % pieces == 0:
             assert batch is not None
@@ -317,7 +316,7 @@ class AgreedRows:
                 "processes passed different numbers of rows, and the mesh has not all processes."
             )
             fix = "pass as many rows on each, or the global batch: so.GlobalRows(batch)."
-            raise ValueError(format_error(self.caller, problem, fix=fix))
+            raise value_error(problem, fix=fix)
         leaves = self._own_or_empty(batch)
         longest = max(rows.values())
 
@@ -341,7 +340,7 @@ class AgreedRows:
         if UNKNOWN in texts:
             problem = "a process has no batch, and cannot be told what the batches of others are."
             fix = "pass batches of dicts, lists, tuples and arrays; or as many batches on each."
-            raise TypeError(format_error(self.caller, problem, fix=fix))
+            raise type_error(problem, fix=fix)
         if batch is not None:
             return batch.leaves
         return from_text(next(filter(None, texts)))

@@ -93,31 +93,14 @@ class Walk(Generic[V]):
         self, bodies: Jaxprs, consts: Sequence[V], carry: Sequence[V], scanned: Sequence[V] = ()
     ) -> tuple[list[V], list[V]]:
         """Return the values of the carry that hold before every turn of a loop, and of the other
-        results of a turn.
+        results of a turn: a turn no longer changes the carry, joined with all carries before it.
         """
-        return fixed_point(
-            lambda carry: self.follow(bodies, [*consts, *carry, *scanned]),
-            carry,
-            self.join,
-            self.same,
-        )
-
-
-def fixed_point(
-    turn: Callable[[list[V]], list[V]],
-    carry: Sequence[V],
-    join: Callable[[V, V], V],
-    same: Callable[[V, V], bool] = operator.eq,
-) -> tuple[list[V], list[V]]:
-    """Return the carry that a turn no longer changes, joined with all carries before it, and the
-    other results of this turn.
-    """
-    while True:
-        results = turn(list(carry))
-        joined = list(map(join, carry, results))
-        if all(map(same, carry, joined)):
-            return joined, results[len(joined) :]
-        carry = joined
+        while True:
+            results = self.follow(bodies, [*consts, *carry, *scanned])
+            joined = list(map(self.join, carry, results))
+            if all(map(self.same, carry, joined)):
+                return joined, results[len(joined) :]
+            carry = joined
 
 
 def scan_parts(
