@@ -69,7 +69,7 @@ def without_extras():
     )
 
 
-@pytest.mark.slow  # test_distribution.py reads what is imported
+@pytest.mark.slow  # test_distribution.py reads all imports
 def test_training_checkpoints_and_planning_need_no_extra(without_extras):
     assert without_extras.returncode == 0, without_extras.stderr
     steps, _ = without_extras.stderr.split("error: ")
@@ -78,7 +78,7 @@ def test_training_checkpoints_and_planning_need_no_extra(without_extras):
     assert "stage 0" in without_extras.stdout
 
 
-@pytest.mark.slow  # test_distribution.py reads what is imported
+@pytest.mark.slow  # test_distribution.py reads all imports
 def test_the_error_names_the_extra(without_extras):
     needed = [
         ("data.batches", "grain", "data"),

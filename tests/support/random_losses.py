@@ -6,19 +6,19 @@ program has one or two of the other templates.
 
 Placeholders ("picked" is the value that the last {r} was filled with):
 
-    {r}             rows of any shape
-    {r1} {r2} {r3}  rows with 1, 2 or 3 dims
-    {s}             a value with the shape of the picked value
-    {q}             one number per row, which broadcasts against the picked value
-    {i}             an integer per row
-    {m}             a mean over rows
-    {o}             any value but a mean
-    {F}             the size of the last dim of the picked value
-    {v}             a parameter of this size
-    {w}             a matrix parameter with this number of rows
-    {j}             an index of this dim
-    {c} {n}         a number, a small integer
-    {rest}          the sizes of the dims after rows
+- {r}: rows of any shape
+- {r1} {r2} {r3}: rows with 1, 2 or 3 dims
+- {s}: a value with the shape of the picked value
+- {q}: one number per row, which broadcasts against the picked value
+- {i}: an integer per row
+- {m}: a mean over rows
+- {o}: any value but a mean
+- {F}: the size of the last dim of the picked value
+- {v}: a parameter of this size
+- {w}: a matrix parameter with this number of rows
+- {j}: an index of this dim
+- {c} {n}: a number, a small integer
+- {rest}: the sizes of the dims after rows
 """
 
 import functools

@@ -203,7 +203,7 @@ def opened_case(name, folder):
 
 
 def with_an_a_for_each(params):
-    """Return parameters in which A of values differs from A of queries."""
+    """Return parameters whose A of values differs from A of queries."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: (
             leaf + 0.1

@@ -1,6 +1,6 @@
 """One of two processes that restore a large array, half each: `python measure.py RANK PORT FOLDER`.
 
-It says by how many bytes its memory peaked above what it held before. See test_store.py.
+It prints by how many bytes the peak of its memory was above its memory before. See test_store.py.
 """
 
 import sys
@@ -30,7 +30,7 @@ def main(folder):
     opt = so.fsdp(
         optax.sgd(0.1), so.make_mesh(), lambda params, batch: jnp.mean(batch @ params["w"])
     )
-    restore(folder / "small", opt)  # imports, thread pools and programs are not what is measured
+    restore(folder / "small", opt)  # imports, thread pools and programs are not measured
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     state = restore(

@@ -65,8 +65,8 @@ def test_what_is_packed_comes_back_on_the_same_devices():
 
 
 def pieces_of(snapshot, count):
-    """Return what each of `count` processes would have packed: every so many shards of each leaf,
-    or all alike.
+    """Yield the snapshot that each of `count` processes would pack. A process takes every
+    `count`-th shard of a leaf. If a leaf has fewer shards, each process takes all.
     """
     for rank in range(count):
         leaves = {}

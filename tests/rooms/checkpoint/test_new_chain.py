@@ -556,7 +556,7 @@ def test_fit_goes_on_with_another_chain_if_resume_says_so(tmp_path, capsys):
     params, old = one_device(ADAM, make_params(), ADAM.init(make_params()), range(BEFORE))
     opt_state = (chain.init(params)[0], old)
     assert_same(state, *one_device(chain, params, opt_state, range(BEFORE, BEFORE + AFTER)))
-    # where nothing changed, nothing is said
+    # where nothing changed, fit prints nothing about it
     capsys.readouterr()
     fit(chain, BEFORE + AFTER, {})
     assert "matched" not in capsys.readouterr().err
@@ -597,7 +597,7 @@ def with_leaves(leaves):
     ("head", "chain"), tiered(HEAD_ROWS, lambda row: row == ("another shape", "clipping added"))
 )
 def test_a_head_changes_together_with_the_chain(head, chain, tmp_path, capsys):
-    """The backbone and its moments go on; the new leaves are those of params, and are not donated."""
+    """The backbone and its moments go on. The new leaves are taken from params, and not donated."""
     (old_leaves, new_leaves), (old_tx, new_tx, by_hand) = HEADS[head], CHAINS[chain]
     first = STRATEGIES["fsdp"](old_tx)
     state = first.init(with_leaves(old_leaves))

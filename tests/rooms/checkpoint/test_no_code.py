@@ -40,7 +40,7 @@ class Payload:
 
 
 def uses(tree):
-    """Yield (line, what) for all in a module that could run what it reads."""
+    """Yield (line, name) for each use in a module that could run the bytes that it reads."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (
@@ -77,7 +77,7 @@ def test_the_search_finds_what_it_looks_for(text, expected_use):
 
 
 def test_no_module_of_ours_can_read_a_pickle_or_run_what_it_reads():
-    """Ray pickles what it carries between its processes.
+    """Ray pickles the objects that it carries between its processes.
 
     That is Ray's, and nothing of it is ever read from a file.
     """

@@ -1,5 +1,5 @@
-"""A part of a checkpoint: an abstract tree names it, nothing else is read, and what is left is
-printed.
+"""A part of a checkpoint: an abstract tree names it, nothing else is read, and the leaves left out
+are printed.
 """
 
 import re

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.fast
 
 @pytest.fixture
 def damage_of(complaint_of):
-    """Return a function that calls what must find damage, and returns the whole message."""
+    """Return a function that calls an action that must find damage, and returns its whole message."""
     return lambda action: complaint_of(action, so.errors.DamagedCheckpointError)
 
 
@@ -99,8 +99,7 @@ def test_every_damage_to_every_kind_of_file_is_named(kind, damage, run, trained,
     victim = find(run / "3", kind)
     reason = damage(victim)
     if kind == "manifest" and damage is not delete:
-        # Of its own text the manifest knows only that it has changed; it may not even be JSON any
-        # more.
+        # The manifest knows only that its own text has changed. It may not even be JSON any more.
         reason = "(its bytes are not those that were written|cannot be read)"
     message = damage_of(lambda: restore(run, trained[0]))
     lines = message.split("\n")

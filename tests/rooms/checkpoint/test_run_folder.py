@@ -147,7 +147,7 @@ def test_a_write_fails_once_when_its_files_are_deleted(
 def test_what_is_written_into_a_folder_that_was_deleted_is_not_committed(
     tmp_path, complaint_of, monkeypatch
 ):
-    """The writer of arrays makes folders that it misses, without what was in them."""
+    """The writer of arrays makes folders that it misses, but not the files that were in them."""
     folder = tmp_path / "run"
     for checkpoints, step in ((Checkpoints(folder, 1, 2), 1), (None, 2)):
         with monkeypatch.context() as patch:

@@ -67,7 +67,7 @@ def test_each_process_takes_memory_for_its_half(tmp_path):
     for said in run_processes(measure.__file__, 2, tmp_path):
         peak, held = map(int, said.last.split())
         assert held == rows.nbytes / 2
-        # Each shard is there twice while it moves from the host's buffer to that of the device,
-        # which is the host here, and some chunks are on their way: 2.3 were found; 3.9 with the
-        # array in one chunk.
+        # Each shard is there twice while it moves from the host's buffer to the device's buffer.
+        # The device is the host here, and some chunks are on their way. We measured 2.3, and 3.9
+        # with the array in one chunk.
         assert peak < 2.8 * held

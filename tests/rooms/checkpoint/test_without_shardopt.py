@@ -67,7 +67,7 @@ def saved(tmp_path_factory):
 
 
 def read_apart(folder, code, forbidden, result):
-    """Run code in a process that cannot import what is forbidden.
+    """Run code in a process that cannot import the forbidden modules.
 
     Return the arrays that `result` names, by path.
     """

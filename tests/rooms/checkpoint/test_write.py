@@ -1,4 +1,4 @@
-"""What `save` refuses, and what it leaves behind."""
+"""`save` writes the step of the state, overwrites nothing, and refuses bad input."""
 
 import json
 

@@ -1,5 +1,5 @@
-"""`shardopt train --strategy hybrid`: a pipeline from one command, what is refused, and runs that
-change strategy.
+"""`shardopt train --strategy hybrid`: a pipeline from one command, refusals, and runs that change
+strategy.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ HYBRID = DeviceOptions(strategy="hybrid")
 
 
 def run(*words):
-    """Run the command here, and return what it printed."""
+    """Run the command here, and return its output."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         assert main([str(word) for word in words]) == 0, err.getvalue()
@@ -48,8 +48,8 @@ def last(folder):
 
 @pytest.fixture(scope="module")
 def finished(tiny, tmp_path_factory):
-    """An interleaved run of four steps, with the layers and micro-batches of its own choice, and
-    what it printed.
+    """Return the folder of an interleaved run of four steps, and its output. The run chooses its
+    own layers and micro-batches.
     """
     folder = tmp_path_factory.mktemp("runs") / "run"
     words = (
@@ -87,7 +87,7 @@ def test_a_hybrid_run_says_what_its_schedule_costs_and_draws_it(finished):
 
 @pytest.mark.slow
 def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp_path, monkeypatch):
-    """Its last steps are those that fsdp takes from the same checkpoint."""
+    """Its last steps equal the steps of fsdp from the same checkpoint."""
     # the run above has shown it
     monkeypatch.setattr("shardopt.cli._train.continue_text", lambda *_, **__: "")
     folder = shutil.copytree(finished[0], tmp_path / "run")

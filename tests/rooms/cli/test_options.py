@@ -1,4 +1,4 @@
-"""What can be typed: mesh sizes, optimizers, help, and what is said of what cannot."""
+"""Options that can be typed: mesh sizes, optimizers, help, and the errors for options that cannot."""
 
 import dataclasses
 import importlib.metadata

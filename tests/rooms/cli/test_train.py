@@ -24,7 +24,7 @@ from shardopt.partition._rules import check_rules
 
 @pytest.fixture(scope="module")
 def finished(tiny, tmp_path_factory):
-    """A run of eight steps, and what it printed."""
+    """Return the folder of a run of eight steps, and its output."""
     folder, out = tmp_path_factory.mktemp("runs") / "run", io.StringIO()
     with contextlib.redirect_stdout(out):
         assert (

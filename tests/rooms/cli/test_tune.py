@@ -42,7 +42,7 @@ def conversations(tmp_path_factory):
 
 @pytest.fixture
 def tune(model, conversations, tmp_path, capsys):
-    """Return a function that runs the command here, and returns its exit code and what it printed."""
+    """Return a function that runs the command here, and returns its exit code and its output."""
 
     def run(*words, folder=model, data=conversations, run_dir=tmp_path / "run"):
         paths = ["--model", folder, "--data", data, "--run-dir", run_dir]

@@ -1,4 +1,4 @@
-"""`shardopt verify`: its table, its JSON, its exit codes, and what it refuses.
+"""`shardopt verify`: its table, its JSON, its exit codes, and its refusals.
 
 Without the packages of the extra too.
 """

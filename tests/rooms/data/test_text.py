@@ -1,4 +1,4 @@
-"""The corpus: what is read, that nothing leaks, and that the order is the same on every machine and
+"""The corpus reads the right files and leaks nothing. Its order is the same on every machine and
 after a resume.
 """
 

@@ -1,4 +1,4 @@
-"""Documents of tokens: what a line says is read, and every line that cannot be used is named."""
+"""Documents of tokens: each line is read as written, and every line that cannot be used is named."""
 
 import numpy as np
 import pytest

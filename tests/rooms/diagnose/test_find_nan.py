@@ -66,7 +66,7 @@ def test_forward(strategy, mesh, options, mesh_of):
     assert finding.micro_batch == (1 if "micro_batches" in options else 0)
 
 
-# a trace holds arrays of numpy as constants, those of jnp as operations
+# a trace holds arrays of numpy as constants, and arrays of jnp as operations
 CONSTANTS = np.array([[1, 2, 3]], np.float32)
 MASK = np.tri(3, dtype=bool)
 
@@ -189,8 +189,8 @@ def test_a_while_loop_counts_its_turns(mesh_of):
 
 @pytest.mark.slow
 def test_jax_debug_nans_raises_at_the_line_of_the_loss(mesh_of):
-    """What the docstring says: a result that is NaN raises, in the per-device view too, and a
-    masked NaN does not.
+    """As the docstring says, a result that is NaN raises, in the per-device view too. A masked NaN
+    does not.
     """
     opt = so.fsdp(optax.sgd(0.1), mesh_of(data=2), log_of_rows)
     masked = rows_with(x=(3, -1), mask=(3, False))

@@ -47,7 +47,7 @@ def clean(count):
 
 
 def run(count, shift=0, changed=()):
-    """Return a run in which sums at (position, column) have another value."""
+    """Return a run whose sums at (position, column) have another value."""
     sums = clean(count)
     for position, column, *value in changed:
         sums[position, column] = np.uint64(value[0] if value else 7)

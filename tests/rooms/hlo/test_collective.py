@@ -127,7 +127,7 @@ def test_half_of_an_axis_is_not_the_axis():
         (((0, 2, 4), (1, 3, 5), (6, 8, 10), (7, 9, 11)), "long"),
         (((4, 0, 2), (1, 3, 5), (6, 8, 10), (7, 9, 11)), "long"),  # in any order
         (((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)), "long"),
-        (((0, 1), (2, 3)), "long"),  # those that take part
+        (((0, 1), (2, 3)), "long"),  # only some devices take part
         (((0, 2), (1, 3)), None),  # pairs two apart do not divide six
         (((1, 2), (3, 4)), None),  # not aligned
         (((0, 1, 2, 3), (4, 5, 6, 7)), None),  # over both axes

@@ -1,5 +1,5 @@
-"""The interpreter of compiled programs equals XLA:CPU, refuses what it cannot interpret, and tells
-mutants apart.
+"""The interpreter of compiled programs equals XLA:CPU, refuses operations that it does not know,
+and tells mutants apart.
 """
 
 import re

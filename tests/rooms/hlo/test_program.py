@@ -301,7 +301,7 @@ def test_branches_elsewhere_than_in_the_loop_over_ticks_are_taken_each_time():
     assert loops(passes) == (taken,)
     assert loops(lambda x: lax.cond(x[0, 0] > 0, passes, jnp.cos, x)) == (
         taken,
-    )  # within a branch, the loop is what it is
+    )  # within a branch, the loop counts as before
     assert loops(lambda x: lax.scan(lambda v, _: (passes(v), None), x, None, length=5)[0]) == (
         5,
         taken,

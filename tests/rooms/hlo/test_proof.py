@@ -673,9 +673,7 @@ def test_what_no_rule_covers_is_unknown_and_names_the_instruction():
 
 
 class Unreadable:
-    """A compiled program of which jaxlib cannot read the text, as of some programs of a libtpu that
-    is newer.
-    """
+    """A compiled program whose text jaxlib cannot read, like some programs of a newer libtpu."""
 
     def as_text(self):
         raise jax.errors.JaxRuntimeError(

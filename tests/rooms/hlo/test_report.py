@@ -1,4 +1,4 @@
-"""`check`: what was promised against what is there, also when somebody breaks a strategy."""
+"""`check` compares promises with the compiled program, also when somebody breaks a strategy."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""nnx modules through so.interop.nnx: statistics, new masks each step, what is trained, and the way
+"""nnx modules through so.interop.nnx: statistics, new masks each step, trained leaves, and the way
 back into a module.
 """
 

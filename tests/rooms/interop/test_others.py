@@ -23,7 +23,7 @@ def ranks_as_users_have_them():
 
 STEPS, TOLERANCE = 3, 2e-5
 KEY = 7
-# A gradient of zero but for rounding (that of a bias before a batch norm) must not become a whole
+# A bias before a batch norm has a gradient of zero but for rounding. It must not become a whole
 # step.
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, eps=1e-3))
 

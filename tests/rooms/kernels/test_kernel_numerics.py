@@ -62,7 +62,9 @@ def computed(attention, query, key, value, d_out):
 
 
 def relative_error(values, expected):
-    """Return the root of the mean square of the difference, over that of the expected values."""
+    """Return the root mean square of the difference, divided by the root mean square of the
+    expected values.
+    """
     return float(np.sqrt(np.mean((values - expected) ** 2) / np.mean(expected**2)))
 
 
@@ -143,7 +145,7 @@ def races(monkeypatch):
 
 
 def run_backward(groups, heads=4):
-    """Return the gradients of some heads of queries, of which up to four share a step."""
+    """Return the gradients of some heads of queries. Up to four of the heads share a step."""
     query, key, value, d_out = (
         jnp.swapaxes(x, 1, 2) for x in operands(256, 128, jnp.float32, heads=heads)
     )

@@ -47,7 +47,7 @@ def combined(strategy_of, kind, **sizes):
     )
 
 
-@pytest.mark.slow  # test_fit.py saves what goes on
+@pytest.mark.slow  # test_fit.py saves too
 @pytest.mark.parametrize(
     "kind",
     tiered(["local_sgd", "inner reducer", "streaming"], lambda kind: kind == "streaming"),
@@ -223,7 +223,9 @@ def test_state_that_belongs_to_its_device_is_refused(mesh_of, model_of, new_para
 
 
 def test_whatever_else_differs_is_named(strategy_of, new_params, tmp_path):
-    """Another model, another number of fragments, another split of what a reducer remembers."""
+    """The error names another model, another number of fragments, and another split of the
+    reducer's memory.
+    """
     source = so.diloco(strategy_of("fsdp"), sync_every=4, reducer=INT8)
     so.save(tmp_path / "run", source.init(new_params()))
     target = so.diloco(strategy_of("fsdp", replica=2, data=4), sync_every=4, reducer=INT8)
@@ -290,7 +292,7 @@ def test_fit_resumes_in_the_middle_of_a_round(strategy_of, new_params, new_batch
     }
 
 
-@pytest.mark.slow  # test_fit.py says what is evaluated, rooms/training when to stop
+@pytest.mark.slow  # test_fit.py evaluates, rooms/training stops early
 def test_fit_stops_early_on_the_shared_parameters(strategy_of, new_params, new_batches):
     opt = so.local_sgd(strategy_of("ddp", optax.sgd(0.0)), sync_every=2)
     (held_out,) = new_batches(1)

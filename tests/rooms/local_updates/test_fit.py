@@ -1,5 +1,5 @@
-"""`fit` with replicas: what it evaluates, saves and returns between two agreements, and what it
-refuses to begin.
+"""`fit` with replicas evaluates, saves and returns between two agreements. It refuses a run whose
+replicas never agree.
 """
 
 import jax

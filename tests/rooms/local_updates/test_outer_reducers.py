@@ -1,4 +1,6 @@
-"""Reducers of outer gradients: exact ones change nothing, others conserve what they do not send."""
+"""Reducers of outer gradients: exact reducers change nothing, others conserve the values that they
+do not send.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +64,7 @@ def test_int8_of_an_exactly_representable_grid_is_exact(strategy_of, max_differe
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(state.opt_state.reducer))
 
 
-@pytest.mark.slow  # test_state.py follows what is owed through an agreement
+@pytest.mark.slow  # test_state.py follows unsent values through an agreement
 @pytest.mark.parametrize(
     "reducer",
     tiered(

@@ -1,6 +1,6 @@
 """Steps that do not agree send nothing over replica.
 
-Those that do send what is stated; one program a kind of step.
+Steps that agree send the stated bytes. Each kind of step has one program.
 """
 
 import jax
@@ -141,8 +141,8 @@ def test_an_abstract_state_lowers_the_first_step_that_replicas_take_by_themselve
 def test_bytes_of_a_reducer_of_outer_gradients_are_those_it_states(
     reducer, strategy_of, new_params
 ):
-    """Of what each device holds: shards over data and tensor, the blocks of its stage that are in
-    the fragment.
+    """The reducer states bytes of each device's own leaves: shards over data and tensor, and the
+    blocks of its stage that are in the fragment.
     """
     for name, sizes in (("fsdp", {"tensor": 2}), ("hybrid", {"pipeline": 2, "data": 1})):
         opt = so.diloco(strategy_of(name, **sizes), sync_every=4, fragments=2, reducer=reducer)

@@ -1,4 +1,4 @@
-"""What the state of replicas means: synchronize, evaluate, frozen leaves, leaves that the loss
+"""The meaning of the state of replicas: synchronize, evaluate, frozen leaves, leaves that the loss
 updates.
 """
 
@@ -47,8 +47,8 @@ REDUCERS = [None, so.reducers.error_feedback(so.reducers.top_k(0.2))]
 def test_synchronize_leaves_nothing_on_its_way_that_would_count_twice(
     reducer, strategy_of, new_params, new_batches, steps_on, max_difference, x64
 ):
-    """With an outer step of plain SGD, what was sent before is in the mean already, and so is what
-    was left of it.
+    """With an outer step of plain SGD, the mean already has the values that were sent before, and
+    their remainder.
     """
     inner = strategy_of("ddp", optax.inject_hyperparams(optax.sgd)(learning_rate=0.05))
     opt = so.diloco(inner, outer=optax.sgd(1.0), sync_every=4, delay=2, reducer=reducer)
@@ -67,8 +67,8 @@ def test_synchronize_leaves_nothing_on_its_way_that_would_count_twice(
 def test_synchronize_takes_back_no_more_than_what_is_on_its_way(
     delay, strategy_of, new_params, new_batches, steps_on, max_difference, rows_of, x64
 ):
-    """What the first round left is in no replica's parameters: the mean moves by just that when all
-    else stands still.
+    """No replica's parameters have the remainder of the first round. The mean moves by just this
+    remainder when all else stands still.
     """
     inner = strategy_of("ddp", optax.inject_hyperparams(optax.sgd)(learning_rate=0.005), data=1)
     opt = so.diloco(inner, outer=optax.sgd(1.0), sync_every=4, delay=delay, reducer=REDUCERS[1])
@@ -221,7 +221,7 @@ def test_hyperparameters_are_one_number_for_all_replicas(
     assert all(equal(row, new_params()) for row in rows_of(state))
     state = so.replace(state, hyperparams={inside: np.array([0.0, 0.25])})
     assert so.training.hyperparams(state)[inside].tolist() == [0.0, 0.25]
-    # the agreement follows, so look at what was shared: half a step
+    # the agreement follows, so look at the shared parameters: half a step
     state, _ = steps_on(opt, state, new_batches(1))
     assert not equal(jax.device_get(state.params), new_params())
     message = r"^replace: optimizer/value/learning_rate has shape \(2,\), got \(3,\)\.$"

@@ -94,7 +94,7 @@ RULES = [("in", P(None, "tensor")), ("text", P(None, "tensor")), ("out", P("tens
 
 
 def exactly(message):
-    # jax adds a note to what is raised under jit
+    # jax adds a note to errors under jit
     return rf"^{re.escape(message)}(\n-+\nFor simplicity, JAX.*)?$"
 
 

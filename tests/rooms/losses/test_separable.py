@@ -132,7 +132,7 @@ def summed_tokens(params, batch):
 )
 @pytest.mark.parametrize("pieces", [16, 4])
 def test_a_value_that_is_repeated_for_each_row(loss_fn, reason, pieces):
-    """Of one row, jax omits the broadcast: `broadcast_to(x, [1, 12])` of [1, 12] is x."""
+    """jax omits the broadcast of one row: `broadcast_to(x, [1, 12])` of [1, 12] is x."""
     params = abstract({"token": jnp.ones(12)})
     mixing = find_mixing(loss_fn, params, abstract({"x": jnp.ones((16, 12))}), Cut(pieces))
     assert (mixing and mixing.reason) == reason
@@ -325,7 +325,7 @@ def test_the_global_view_is_taken_with_one_warning_and_reported(mesh_of):
     ]
     assert opt.config.report().view == f"view: global: {problem}"
     np.testing.assert_allclose(metrics["loss"], 8 * 16 * 144, rtol=1e-6)
-    with warnings.catch_warnings():  # of other shapes nothing more is said
+    with warnings.catch_warnings():  # no second warning for other shapes
         warnings.simplefilter("error")
         opt.step(state, {"x": np.ones((16, 12), np.float32)})
 

@@ -1,5 +1,5 @@
-"""Weights that are rounded to 8 bits before they are gathered: what is not finite, and what is
-refused.
+"""Weights that are rounded to 8 bits before they are gathered: values that are not finite, and
+refusals.
 """
 
 import functools

@@ -1,5 +1,5 @@
-"""`so.nn.quantized_einsum`: its numbers by numpy, what it refuses, and that many devices quantise
-as one.
+"""`so.nn.quantized_einsum` has the numbers of numpy and refuses bad input. Many devices quantise as
+one.
 """
 
 import re
@@ -68,7 +68,7 @@ def test_numbers_are_those_of_the_formula(precision, x64):
     numbers = np.divide(qx, x_scale, out=np.zeros_like(qx), where=x_scale != 0)
     expected = np.einsum("btd,cbtf->dcf", numbers, rounded(g * x_scale, (2,), storage_dtypes[1]))
     np.testing.assert_allclose(dw, expected, rtol=1e-12, atol=1e-12)
-    # and near what they stand for
+    # and near the exact products
     error = relative_difference(y, np.einsum(SUBSCRIPTS, x, w))
     assert 1e-4 < error < {"int8": 0.02, "fp8": 0.06}[precision]
 

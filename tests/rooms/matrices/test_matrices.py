@@ -67,7 +67,7 @@ def muon():
 
 
 def schedule_free():
-    """Its state is a second set of parameters, beside which it reads the first."""
+    """Return an optimizer whose state is a second set of parameters; it reads the first set too."""
     return optax.contrib.schedule_free_adamw(1e-2, eps=1e-4, weight_decay=1e-2)
 
 
@@ -291,7 +291,7 @@ def test_a_stack_whose_first_dim_is_split_has_one_owner_a_matrix(
 ):
     """Devices with the same matrices share them out.
 
-    The loss has no products, so those of the step are the optimizer's.
+    The loss has no products, so all products of the step are the optimizer's.
 
     The mutations: the stack has one owner; devices along expert repeat the work of a block; state
     is sharded differently where it is sent from."""
@@ -373,8 +373,8 @@ def test_muon_sends_little_more_than_adam(name, mesh_of):
 @pytest.mark.parametrize("optimizer_name", ["muon", "soap"])
 @pytest.mark.parametrize("layers", [8, 16])
 def test_each_device_computes_its_share_of_the_update(optimizer_name, layers, mesh_of):
-    """The products of an update with matrices, in the whole job, are those of one device: nothing
-    is computed twice.
+    """The whole job computes as many products of an update with matrices as one device: nothing is
+    computed twice.
     """
     params, (batch,) = model_params(layers, jnp.float32), batches(1, jnp.float32)
 
@@ -612,7 +612,7 @@ LINEAR = so.BlockModel(
 
 
 def orthogonal():
-    """Newton-Schulz and nothing beside."""
+    """Return a transformation that does Newton-Schulz and nothing else."""
     coefficients = jnp.array([3.4445, -4.7750, 2.0315])
 
     def one(x):

@@ -1,5 +1,5 @@
-"""The example models as open weights: what the decoder computes from them, from sharded parameters,
-and what is refused.
+"""The example models as open weights: the decoder's logits from them, also from sharded parameters,
+and refusals.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The GPT: what it predicts from, what it starts at, that it learns, and that a tensor axis changes
+"""The GPT reads no later token, starts at a uniform guess and learns. A tensor axis changes
 nothing.
 """
 
@@ -50,7 +50,7 @@ def test_parameters_are_counted_right(tied):
 def test_loss_starts_at_that_of_a_uniform_guess(tied):
     config = gpt.config(dim=256, num_layers=2, tied=tied)
     params = jax.jit(gpt.init, static_argnums=0)(config, jax.random.key(0))
-    # what a tied embedding would predict, were it larger
+    # a larger tied embedding would predict this batch
     repeating = np.repeat(tokens(128, 1), 5, axis=1)
     for batch in (tokens(128, 5), repeating):
         assert abs(loss_of(config, params, {"tokens": batch}) - np.log(256)) < 0.1

@@ -1,5 +1,5 @@
-"""Our models on a tensor axis that does not divide the vocabulary or the heads of keys: these leaves
-stay whole, the report says so with sizes that would divide, and steps are those of one device.
+"""Our models on a tensor axis that does not divide the vocabulary or the heads of keys. These
+leaves stay whole, and the report says so with sizes that would divide. Steps equal one device.
 """
 
 import jax

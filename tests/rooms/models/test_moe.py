@@ -179,7 +179,7 @@ def without_tokens(params):
     return params
 
 
-PAIRS = [  # 8 experts, float32; rows in which each pair of mesh and what is particular comes once
+PAIRS = [  # 8 experts, float32; each pair of mesh and special case comes once
     ("fsdp", {"expert": 8}, {"top_k": 1, "shared_hidden": 0}, {}, tied),
     ("fsdp", {"expert": 8}, {"top_k": 2}, {}, without_tokens),
     ("zero1", {"expert": 4}, {"top_k": 3, "shared_hidden": 0}, {"micro_batches": 2}, tied),
@@ -268,9 +268,7 @@ def test_the_loss_for_balance_over_the_batch_is_refused_with_micro_batches(mesh_
 
 @pytest.mark.slow
 def test_biases_follow_the_loads_of_the_step_before(mesh_of, x64):
-    """On devices that share out rows and experts, whose losses, gradients and loads are those of
-    one device.
-    """
+    """Devices share out rows and experts. Losses, gradients and loads equal one device."""
     opt, states = strategy("ddp", mesh_of(expert=2, data=2), SMALL), []
 
     def mean_loss(params, batch):

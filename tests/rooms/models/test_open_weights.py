@@ -1,6 +1,6 @@
-"""Open weights: what the decoder computes equals transformers, on several meshes.
+"""Open weights: the logits of the decoder equal transformers, on several meshes.
 
-Files go in and out; what is refused.
+Files go in and out; wrong files are refused.
 """
 
 import itertools

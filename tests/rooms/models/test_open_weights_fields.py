@@ -1,5 +1,5 @@
-"""Each field of each family's config.json, changed or left out: the logits are those of
-transformers, or it is refused.
+"""Each field of each family's config.json is changed or left out. The logits equal transformers, or
+the folder is refused.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Files of open weights: which bytes each process reads and writes, what an interrupted save
-leaves, what is refused.
+"""Files of open weights: the bytes that each process reads and writes, the files of an interrupted
+save, and refusals.
 """
 
 import dataclasses

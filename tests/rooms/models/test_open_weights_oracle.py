@@ -1,4 +1,4 @@
-"""transformers itself: the fixtures are its results, and it reads what the decoder saves.
+"""transformers itself: the fixtures are its results, and it reads the files that the decoder saves.
 
 Needs the extra `oracle`.
 """

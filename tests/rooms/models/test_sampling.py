@@ -1,4 +1,6 @@
-"""Sampling: the cached logits are those of the whole sequence, and the draw follows its arguments."""
+"""Sampling: the cached logits equal the logits of the whole sequence, and the draw follows its
+arguments.
+"""
 
 import re
 

@@ -58,7 +58,7 @@ def test_sequence_parallel_steps_are_those_of_one_device(mesh_of, x64):
     _, final = train(TX, model().loss_fn, params, batches(3))
     assert relative_difference(state.params, final) <= 1e-10
     collectives = audit(step).collectives
-    # blocks gather the positions of what they get: twice forwards, and again to differentiate
+    # blocks gather the positions of their input: twice forwards, and again to differentiate
     gathers = sum(
         collective.calls
         for collective in collectives
@@ -77,7 +77,7 @@ def test_sequence_parallel_steps_are_those_of_one_device(mesh_of, x64):
     ids=["halves", "three rows a device", "XLA partitions rows"],
 )
 def test_halves_of_the_rows_take_turns_on_tpu(rows, view, monkeypatch, mesh_of, x64):
-    """Rows are packed and have weights. What is sent for one half does not wait for the other."""
+    """Rows are packed and have weights. Messages of one half do not wait for the other half."""
     rng = np.random.default_rng(0)
     shape = rows, SMALL.length
     packed = {name: rng.integers(0, SMALL.vocab_size, shape) for name in ("tokens", "targets")}

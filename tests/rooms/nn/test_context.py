@@ -1,6 +1,4 @@
-"""Attention over a context axis is that of one device: values and gradients of query, key and
-value.
-"""
+"""Attention over a context axis equals one device: values and gradients of query, key and value."""
 
 import functools
 import importlib
@@ -380,7 +378,7 @@ def test_the_check_of_losses_sees_plain_attention_under_one_name():
         (4096, 32, 8, 8, {}, "all_gather"),
         (32768, 32, 8, 8, {}, "all_to_all"),
         (32768, 32, 8, 16, {}, "ring"),  # 16 does not divide 8
-        (32768, 64, 8, 2, {}, "ring"),  # queries are dearer to exchange than keys
+        (32768, 64, 8, 2, {}, "ring"),  # queries cost more to exchange than keys
         (32768, 32, 8, 8, {"window": 1024}, "ring"),  # one hop
         (4096, 32, 8, 8, {"implementation": "splash"}, "all_to_all"),
     ],

@@ -1,5 +1,5 @@
-"""Attention over a context axis by the real TPU compiler: hops run beside products, memory is
-linear in positions.
+"""Attention over a context axis by the real TPU compiler: hops run at the same time as products,
+memory is linear in positions.
 """
 
 import re

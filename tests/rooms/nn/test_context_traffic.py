@@ -69,8 +69,8 @@ def two_layers(method, C, G, **how):
     """Return the compiled loss and gradients of a scan over layers: forward and backward are loops
     of their own, as in models.
 
-    Of one layer XLA:CPU, which drops barriers, would use in the backward pass what the forward pass
-    had gathered."""
+    XLA:CPU drops barriers. With one layer, its backward pass would reuse the gathered arrays of the
+    forward pass."""
     layers = [jax.ShapeDtypeStruct((2, B, T, heads, K), np.float32) for heads in (H, G, G)]
 
     def loss(layers):

@@ -1,6 +1,4 @@
-"""Tables that are sharded by columns: steps, what is sent, which of the two ways is taken,
-refusals.
-"""
+"""Tables that are sharded by columns: steps, messages, the choice between two ways, refusals."""
 
 import re
 

@@ -93,7 +93,9 @@ def test_tiles_are_no_larger_than_groups():
 
 
 def test_what_a_step_does_not_hold():
-    """No stack of blocks in the dtype of gathers, and no gradient of the loss beside the blocks."""
+    """A step holds no stack of blocks in the dtype of gathers, and no gradient of the loss next to
+    the blocks.
+    """
     config = moe.config(1024, 512, 3, 4, hidden=1024, dtype=jnp.bfloat16)
     params = jax.eval_shape(lambda: moe.init(config, jax.random.key(0)))
     lowered = []
@@ -111,7 +113,7 @@ def test_what_a_step_does_not_hold():
     report = so.planning.aot(make, params, batch, topology="v5p:2x2x2", expert=4)
     entry = report.text[report.text.index("\nENTRY") :]
     assert not re.search(r"= bf16\[3,\S+ convert\(", entry)
-    # the gradient of what blocks give waits for that of the head, scattered
+    # the gradient of the blocks' output waits for the scattered gradient of the head
     barriers = re.findall(r"optimization_barrier .*: (.*)", lowered[0])
     assert any(
         "tensor<128x512xf32>" in barrier and "tensor<1x512x512xbf16>" in barrier

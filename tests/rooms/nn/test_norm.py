@@ -57,7 +57,7 @@ def test_the_kernel_adds_the_gradient_of_the_stream(dtype, tolerance, monkeypatc
 
 
 def stream(x, scale, **options):
-    """Return a sum in which the stream and its norm count differently."""
+    """Return a sum that counts the stream and its norm differently."""
     x, normed = _norm.norm_of_stream(x, scale, 1e-5, **options)
     return jnp.sum(jnp.sin(x)) + jnp.sum(jnp.cos(2 * normed))
 
@@ -161,7 +161,7 @@ def test_experts_name_the_statistics_like_a_product_that_they_have(on_tpu):
 
 @pytest.mark.parametrize("length", [256, 128])
 def test_shards_of_positions_have_the_kernel(length, on_tpu, mesh_of):
-    """Where tensor alone is automatic, each device norms its positions, if they are a multiple of
+    """If tensor alone is automatic, each device norms its own positions, if they are a multiple of
     128.
     """
     x, scale = draw(jnp.float32, (2, length, 128), (128,))

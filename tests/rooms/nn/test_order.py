@@ -1,4 +1,4 @@
-"""Orders of positions: what each device holds, and what is refused."""
+"""Orders of positions: the positions of each device, and refusals."""
 
 import jax
 import numpy as np

@@ -1,4 +1,6 @@
-"""Islands: without staleness they are DiLoCo, otherwise their log; and what they refuse."""
+"""Islands: without staleness they equal DiLoCo, otherwise they equal their log. They refuse bad
+input.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +105,9 @@ def test_a_loss_with_rng_is_replayed_too(regression):
 
 
 def test_islands_learn_and_keep_their_optimizer_state(regression):
-    """The second round of adam goes on with its moments: its first step is not that of a fresh one."""
+    """The second round of adam goes on with its moments: its first step differs from a fresh
+    adam's.
+    """
     strategies = islands(regression.loss_fn, optax.adam(0.05), count=1)
     opt = so.parameter_server.async_local_sgd(strategies, outer=optax.sgd(1.0), local_steps=4)
     result = opt.run(regression.params, regression.batches_of(1), num_updates=5)

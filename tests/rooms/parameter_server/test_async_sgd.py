@@ -44,7 +44,7 @@ def test_on_threads(optimizer, weighted, odd, x64):
     )
 
 
-# test_on_threads; the simulator's gradients are those of test_the_mathematics_is_real
+# test_on_threads; test_the_mathematics_is_real checks the simulator's gradients
 @pytest.mark.slow
 def test_in_the_simulator(odd, x64):
     case, batches_of = odd(weighted=True)
@@ -100,7 +100,7 @@ def test_a_loss_with_rng_draws_what_ddp_draws(x64):
 
 
 def test_unequal_batches_are_one_union_batch(x64):
-    """A mean over 6 rows counts three times what a mean over 2 does."""
+    """A mean over 6 rows counts three times as much as a mean over 2."""
     draw = np.random.default_rng(0)
     rows = draw.normal(size=(8, 3))
 
@@ -174,9 +174,7 @@ RULES = {
 
 @pytest.mark.parametrize("rule", tiered(RULES, lambda rule: rule == "nesterov"))
 def test_the_server_refuses_a_push_with_an_anomaly(rule, odd, x64):
-    """Parameters, and the states of the optimizer and of the rule, are those of a run without the
-    batch.
-    """
+    """Parameters, and the states of the optimizer and of the rule, equal a run without the batch."""
     case, _ = odd(weighted=True)
     bad = {**case.batches[2], "y": case.batches[2]["y"] * 1e4}
 

@@ -88,7 +88,9 @@ def test_without_rounding_it_is_the_plain_run():
 
 
 def test_what_is_remembered_is_sent_later():
-    """One entry of four travels, always the largest one unless what was not sent is remembered."""
+    """One entry of four travels. It is always the largest one, unless the reducer remembers unsent
+    values.
+    """
     few, slope = R.top_k(density=0.25), np.array([4.0, 3.0, 2.0, 1.0], np.float32)
 
     def fall(reducer):

@@ -57,7 +57,7 @@ CASES = {
 def test_formula(name, x64):
     """Three workers in random order.
 
-    The gradient is that of sum (w^4 + a w), at what the worker pulled.
+    The loss is sum (w^4 + a w), and its gradient is taken at the parameters that the worker pulled.
     """
     rule, reference = CASES[name]
     draw = np.random.default_rng(5)

@@ -1,4 +1,4 @@
-"""The server as a state machine: what each transition does, and that it is a function."""
+"""The server is a state machine: each transition is tested, and is a pure function."""
 
 import itertools
 

@@ -40,7 +40,7 @@ def test_one_slow_worker(factor, count):
     assert rates[None]["pushes"] / rates[0]["pushes"] == pytest.approx(
         (factor * (count - 1) + 1) / count
     )
-    # At most s + 1 steps ahead at any time, so as many pushes more in all.
+    # A worker is at most s + 1 steps ahead at any time. This gives as many pushes more in all.
     assert 100 * count <= rates[3]["pushes"] <= 100 * count + 4 * (count - 1)
 
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a line with who computes, waits and is gone."""
+"""A person sees a line of a run: the workers that compute, wait and are gone."""
 
 import threading
 
@@ -48,7 +48,7 @@ def test_status_is_asked_for_only_when_it_is_shown():
 
 
 def test_the_stats_of_a_log():
-    """Against the summary of a whole run, and against what each event says."""
+    """The stats equal the summary of a whole run, and follow each event."""
     result = simulate([SimulatedWorker(1.0), SimulatedWorker(3.0)], max_staleness=1, num_updates=20)
     stats = WorkerStats(result.log)
     workers = stats.workers(waits=lambda worker: True)

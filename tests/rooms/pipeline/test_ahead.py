@@ -15,7 +15,7 @@ pytestmark = pytest.mark.fast
 
 
 def orders(schedule):
-    """What each stage does in turn."""
+    """Return the passes of each stage in their order."""
     stage_orders = [[] for _ in range(schedule.num_stages)]
     for event in in_order(schedule.ticks):
         stage_orders[schedule.ticks.stage_of[event[1]]].append(event)

@@ -1,4 +1,4 @@
-"""Schedules of one's own: from tables of ticks and from orders, and what is refused of them."""
+"""Schedules of one's own are made from tables of ticks and from orders. Wrong ones are refused."""
 
 import pytest
 

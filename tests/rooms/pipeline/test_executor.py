@@ -1,5 +1,5 @@
-"""The executor does what the table says: idle slots hand nothing on and do no work, every pass runs
-as often as listed.
+"""The executor follows the table: idle slots hand nothing on and do no work, every pass runs as
+often as listed.
 """
 
 import functools

@@ -37,7 +37,7 @@ def test_a_kind_is_the_kind_of_the_table(name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_stages_in_lockstep_run_one_kind_of_pass_in_a_tick(name):
-    """Where both kinds run in a tick, every stage that is not idle runs both: no stage waits for
+    """If both kinds run in a tick, every stage that is not idle runs both: no stage waits for
     another kind of work.
     """
     table = schedule_of(name).table()

@@ -117,7 +117,7 @@ def test_rounds_are_permutations_and_hold_every_move_once(stages, chunks, draw):
 
 @pytest.mark.slow
 def test_optimised_python_finds_the_rounds_too():
-    """Under `python -O` assertions are not run, so nothing may depend on what they do."""
+    """`python -O` runs no assertions, so no result may depend on them."""
     code = (
         "from shardopt.pipeline import _messages as r; print(len(r._rounds(2,"
         " [(0,0,0,0),(0,1,1,0),(1,0,0,1),(1,1,1,1)])))"
@@ -167,7 +167,7 @@ def test_leaves_that_fill_no_tiles_leave_the_layouts_of_others():
 def test_a_slot_is_added_to_where_it_lies():
     """Else every weight gradient would be copied once more.
 
-    Beside the product nothing takes memory.
+    Only the product takes memory.
     """
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(3, 16, 32), (16, 8), (8, 32)]]
     added = jax.jit(

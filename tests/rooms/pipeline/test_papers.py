@@ -7,10 +7,9 @@ from shardopt.pipeline import schedules
 pytestmark = pytest.mark.fast
 
 # Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024): measured times of F, B, W and messages
-# in ms (table 9) and bubble rates (table 5), as their authors print both in
-# github.com/sail-sg/zero-bubble-pipeline-parallelism,
-# megatron/core/pipeline_parallel/efficiency.py, commit f68d387, with the program that works one out
-# of the other.
+# in ms (table 9) and bubble rates (table 5). Their authors print both, with the program that works
+# one out of the other. The file is megatron/core/pipeline_parallel/efficiency.py in
+# github.com/sail-sg/zero-bubble-pipeline-parallelism, commit f68d387.
 ZERO_BUBBLE = [
     # stages, micro-batches, F, B, W, message, 1F1B, ZB-H1, ZB-H2, ZB-1p, ZB-2p
     (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585, 0.1083, 0.1585, 0.0433),

@@ -54,7 +54,9 @@ numbers = st.integers(-2, 40) | st.sampled_from(
 
 
 def runnable(schedule):
-    """A schedule that was made can be printed and laid out, and is what it says it is."""
+    """Check that a schedule can be printed and laid out, and that its passes and memory are as it
+    says.
+    """
     if schedule.num_stages * schedule.num_ticks > 600:  # it takes its time
         return
     assert str(schedule).startswith(schedule.name)

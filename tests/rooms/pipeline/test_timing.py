@@ -28,8 +28,8 @@ BUILT = [
 
 
 def ends_by_relaxation(schedule, times, communication):
-    """When each pass ends: the least times that satisfy every wait, found by raising those that do
-    not.
+    """Return when each pass ends: the least times that satisfy every wait. A time that is too early
+    for a wait is raised until all waits are satisfied.
     """
     ticks, last = schedule.ticks, len(schedule.ticks.stage_of) - 1
     length = {
@@ -144,7 +144,7 @@ def test_the_idle_share_counts_the_work_of_every_stage():
 
 
 def test_a_message_within_a_stage_takes_no_time():
-    # 4 virtual stages, three hops, of which the middle one stays on stage 1
+    # 4 virtual stages, three hops; the middle hop stays on stage 1
     down_and_up = v_shaped(2, 1)
     assert down_and_up.table_time(communication=10) - down_and_up.table_time() == 2 * 2 * 10
 

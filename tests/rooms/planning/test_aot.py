@@ -1,6 +1,5 @@
-"""`so.planning.aot`: what it refuses before a compiler is needed, and (slow) what the real TPU
-compiler
-says.
+"""`so.planning.aot`: refusals before a compiler is needed, and (slow) the results of the real TPU
+compiler.
 """
 
 import importlib.metadata
@@ -355,7 +354,7 @@ def test_the_step_time_of_a_real_compile():
 )
 @pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200"])
 def test_a_step_for_gpus(name):
-    """Bytes, traffic and flops are those of the formulas; attention is cuDNN's."""
+    """Bytes, traffic and flops equal the formulas; attention is cuDNN's."""
 
     def make(mesh):
         return so.fsdp(

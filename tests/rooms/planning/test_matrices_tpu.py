@@ -1,4 +1,4 @@
-"""Optimizers of matrices as XLA:TPU compiles them: what is sent, computed, and held on the host
+"""Optimizers of matrices as XLA:TPU compiles them: bytes sent, flops, and bytes held on the host
 (all slow).
 """
 

@@ -1,4 +1,4 @@
-"""Predictions against what is compiled: bytes held, bytes sent, flops.
+"""Predictions against the compiled step: bytes held, bytes sent, flops.
 
 Weights in 8 bits are compared with float32.
 """

@@ -1,4 +1,4 @@
-"""`so.plan`: what it ranks, what it drops, what it returns, what it says when nothing fits.
+"""`so.plan` ranks layouts, drops some, returns them, and says so when nothing fits.
 
 Times from first principles.
 """
@@ -467,8 +467,8 @@ def test_long_rows_are_split_over_context_where_rows_are_few():
     ("heads", "size", "kind"), [(8, 4, "all-to-all"), (2, 4, "collective-permute")]
 )
 def test_keys_and_values_cross_context_by_the_method_of_attention(heads, size, kind):
-    """Of C devices, with KV the bytes of a device's keys and values in bf16: 3 (C - 1) KV in
-    gathers, C - 1 hops in fp32.
+    """C devices send 3 (C - 1) KV in gathers, and C - 1 hops in fp32. KV is the bytes of a device's
+    keys and values in bf16.
     """
     shape = dataclasses.replace(find_model("llama3-8b"), length=32_768, num_kv_heads=heads)
     placed = place(shape.workload(), ParallelLayout(data=2, context=size), {})
@@ -478,7 +478,7 @@ def test_keys_and_values_cross_context_by_the_method_of_attention(heads, size, k
     assert {transfer.kind for transfer in transfers} == {kind}
     blocks, T, K = 32, 32_768 // size, 128
     if kind == "all-to-all":
-        # queries, keys, values and what is mixed, forwards and backwards
+        # queries, keys, values and their mixture, forwards and backwards
         each = 2 * T * (32 + heads) * K * 2
         assert (
             sum(transfer.wire_bytes(placed.layout.sizes) for transfer in transfers)
@@ -544,8 +544,8 @@ def test_experts_on_devices_are_bytes_and_room_for_the_tokens_that_could_come():
     # hidden units
     extra_bytes = place(work, shared.layout, {}).workload.residuals.on(1) - work.residuals.on(1)
     assert extra_bytes == 3 * 2 * 2 * 256 * (4096 + 2 * 1024)
-    # hidden units are wide here; where they are narrow, rows that travel are what is most, in
-    # chunks too
+    # hidden units are wide here; with narrow ones, rows that travel take the most bytes, in chunks
+    # too
     narrow = dataclasses.replace(EXPERTS, hidden=64, expert_chunk=64).workload()
     extra_bytes = narrow.over_experts(4).working.on(1) - narrow.working.on(1)
     # 2 of width D and 6 of width F of 64 tokens, 2 copies each

@@ -1,4 +1,4 @@
-"""What a model costs: closed forms against traces, published sizes, refusals."""
+"""The costs of a model: closed forms against traces, published sizes, refusals."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ def refused(kind, message):
     return pytest.raises(kind, match=f"^{re.escape(message)}$")
 
 
-@pytest.mark.slow  # test_predictions.py compares with what is compiled
+@pytest.mark.slow  # test_predictions.py compares with compiled steps
 @pytest.mark.parametrize("gated", tiered([True, False], bool))
 def test_the_closed_form_is_the_trace(gated):
     shape = Transformer(
@@ -224,7 +224,7 @@ def test_what_is_saved_is_not_computed_again():
     assert everything == "save:qkv,attention_out,mlp_hidden,attention"
     assert work.recompute(everything).flops == 0
     assert work.remat_choices()[-2:] == ("save:qkv", True)
-    # long rows: attention is dearer than any product
+    # long rows: attention costs more than any product
     long = Transformer("t", 64, 3, 8, 160, 256, 128, num_kv_heads=2).workload()
     assert long.remat_choices()[-2:] == ("save:attention", True)
 

@@ -1,4 +1,4 @@
-"""Where an axis is bound, and gradients to reduce there."""
+"""Fixtures that bind an axis, and draw gradients to reduce there."""
 
 import numpy as np
 import pytest

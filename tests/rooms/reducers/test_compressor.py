@@ -1,4 +1,4 @@
-"""What one sender writes is what it would send in a mean over itself.
+"""The message of one sender equals its message in a mean over itself alone.
 
 Nothing is lost, and no NaN is hidden.
 """
@@ -49,8 +49,8 @@ def assert_close(a, b, **tolerance):
     ),
 )
 def test_a_message_says_what_a_mean_over_one_device_does(name, x64):
-    """And over several messages nothing is lost: what was read and what is kept add up to what was
-    given.
+    """Several messages lose nothing: the values read and the values kept add up to the given
+    values.
     """
     reducer, like = ALL[name](), gradients(0, np.float64)
     code = reducers.compressor(reducer)

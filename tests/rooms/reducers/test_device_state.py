@@ -82,7 +82,7 @@ def test_the_mesh_and_the_axis_of_a_stacked_state_are_checked(mesh_of):
 def test_a_change_of_axis_size_loses_nothing(
     before, after, x64, on_devices, draw_gradients, mesh_of
 ):
-    """What was fed in before, and not sent, adds to the mean of the axis as it is now."""
+    """Gradients that were fed in before, and not sent, add to the mean over the new axis."""
     reducer = R.error_feedback(R.top_k(0.2))
     old = draw_gradients([(7, 3), ()], before, dtype=np.float64)
     new = draw_gradients([(7, 3), ()], after, seed=1, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""What each reducer promises, on whatever shapes, sizes and settings hypothesis finds."""
+"""Each reducer keeps its promises, on any shapes, sizes and settings that hypothesis finds."""
 
 import math
 
@@ -219,9 +219,9 @@ def test_power_sgd_sends_everything_before_its_first_step(x64, on_devices, draw_
 
 
 def test_warm_up_hands_over_from_exact_means(x64, on_devices, draw_gradients):
-    """Exact for two calls, with nothing kept.
+    """Two calls are exact and keep nothing.
 
-    Then what a run that begins there would send.
+    Later calls send the same values as a run that begins there.
     """
     grads = draw_gradients([(12, 9)], 2, dtype=np.float64)
     reducer = R.power_sgd(2, min_ratio=0)

@@ -1,5 +1,5 @@
-"""Reducers in a `shard_map` over one axis of a mesh whose other axes are Auto: each gradient keeps
-the sharding that the partitioner gave it, and no more bytes are sent than without a reducer.
+"""Reducers in a `shard_map` over one axis of a mesh whose other axes are Auto. Each gradient keeps
+its sharding of the partitioner, and no more bytes are sent than without a reducer.
 """
 
 import itertools

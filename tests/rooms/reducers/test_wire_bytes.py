@@ -1,6 +1,4 @@
-"""The bytes that a reducer states are those of the compiled program, and the ratios that were
-promised hold.
-"""
+"""A reducer states the bytes of the compiled program, and the promised ratios hold."""
 
 import jax
 import jax.numpy as jnp

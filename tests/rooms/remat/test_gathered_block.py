@@ -54,7 +54,7 @@ def temporary(model, mesh, num_blocks, batch, params=None):
 
 @pytest.mark.slow
 def test_weights_that_a_block_casts_are_not_kept_whole(mesh_of):
-    """Of a cast weight a policy by primitives keeps the whole: half as much again as the whole
+    """A policy by primitives keeps the whole of a cast weight: half as much again as the whole
     model for every step.
     """
     held = {}

@@ -1,4 +1,4 @@
-"""Remat by name: what is kept, what is computed again, that steps are the same, and names that
+"""Remat by name: values that are kept, values that are computed again, equal steps, and names that
 blocks do not have.
 """
 
@@ -116,8 +116,8 @@ AGAIN = {
 )
 @pytest.mark.parametrize(("remat", "repeats"), tiered(AGAIN.items(), lambda row: row[0] == "full"))
 def test_a_value_that_is_kept_is_not_computed_again(strategy, remat, repeats, mesh_of):
-    """Of the six products of a block the backward pass of "full" repeats five: nothing reads what
-    the last one makes.
+    """The backward pass of "full" repeats five of the six products of a block: nothing reads the
+    result of the last one.
     """
     config = gpt.config(vocab_size=64, dim=32, num_layers=2, num_heads=4)
     shapes = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))

@@ -18,8 +18,8 @@ ROWS, WIDTH = 3, 4
 
 @jax.custom_vjp
 def twice_in_reverse(x, w):
-    """Its gradient is not that of what it computes, so an executor that differentiates again is
-    found out.
+    """Its gradient differs from the derivative of its value, so an executor that differentiates
+    again is found out.
     """
     return x * w
 
@@ -252,7 +252,7 @@ def test_elementwise_results_are_not_kept(x64):
 def test_a_product_inside_a_jit_is_taken_apart_too(x64):
     """`jax.nn` is full of jits.
 
-    Left whole, both gradients of what stands in one would be computed at once.
+    If a jit stayed whole, both gradients of its products would be computed at once.
     """
     params, x, dy = example()
 

@@ -45,7 +45,7 @@ while True:
 def holder(tmp_path):
     """Return a function that starts a process that takes the folder and forks.
 
-    Gives it and what the fork says.
+    The function returns the process and the message of the fork.
     """
     processes, forks = [], []
 
@@ -192,7 +192,7 @@ def test_an_error_that_says_nothing_of_the_file_is_not_taken_for_a_deletion(
         with pytest.raises(OSError, match=os.strerror(number)):
             lock.holds_lock(mine)
         with pytest.raises(OSError, match=os.strerror(number)):
-            lock.acquire_lock("test", tmp_path / "..")  # which lets go of what it took
+            lock.acquire_lock("test", tmp_path / "..")  # it releases its own lock
     lock.release_lock(mine)
     lock.release_lock(lock.acquire_lock("test", tmp_path / ".."))
     (tmp_path / ".." / ".lock").unlink()

@@ -1,4 +1,4 @@
-"""jax's compilation cache during a run: where it is, when it is off, and what is deleted from it."""
+"""jax's compilation cache during a run: its folder, when it is off, and the files deleted from it."""
 
 import os
 import time

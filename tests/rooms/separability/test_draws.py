@@ -87,7 +87,8 @@ SHARED = {
 
 
 def carried(used, made):
-    """Return a loss of a scan that carries a key: numbers of a turn meet those of the turn before.
+    """Return a loss of a scan that carries a key: numbers of a turn meet numbers of the turn
+    before.
 
     A turn draws from `used` of its key, and from `used` of `made` of its key, which the next turn has.
     """

@@ -1,6 +1,6 @@
 """No random program is accepted that plain jax finds to be no mean over rows.
 
-And most of those that are means are accepted.
+Most programs that are means are accepted.
 
 Plain jax judges every accepted program. It judges a sample of the others, from which the share of
 accepted means is estimated: compiling both sides of a program takes forty times as long as the
@@ -35,7 +35,7 @@ class Tally(NamedTuple):
 
 
 def tally(seeds: range, sample: int) -> Tally:
-    """Judge programs; of those that the proof refuses, each `sample`-th is compared."""
+    """Judge programs; each `sample`-th program that the proof refuses is compared."""
     accepted, refused, refused_means, unsound = 0, 0, 0, []
     for seed in seeds:
         program = random_loss(seed)

@@ -1,6 +1,7 @@
-"""Each rule of the proof, tested alone: the concrete results of its primitive are what it answers.
+"""Each rule of the proof is tested alone: the concrete results of its primitive have the relations
+that it answers.
 
-`support/relation_meaning.py` says what a relation means, `support/rule_cases/` draws the cases.
+`support/relation_meaning.py` gives relations their meaning, `support/rule_cases/` draws the cases.
 """
 
 import numpy as np

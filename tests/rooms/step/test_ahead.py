@@ -17,8 +17,8 @@ from shardopt.step import _compile as ahead
 
 @pytest.fixture
 def compiles():
-    """The events of this test, in order: "compiled" for a program of jax, and what the test adds
-    itself.
+    """Yield the events of this test, in order: "compiled" for a program of jax, and events that the
+    test adds itself.
     """
     seen: list[str] = []
 

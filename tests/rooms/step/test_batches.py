@@ -1,5 +1,5 @@
 """Batches as people have them: torch tensors, columns of lists, mappings, numbers that all rows
-share; and what is refused.
+share. Other batches are refused.
 """
 
 import collections

@@ -1,7 +1,7 @@
-"""Where tensor is 1 nothing of a loss is left to the partitioner, so that callbacks run as on one
+"""If tensor is 1, no part of a loss is left to the partitioner, so that callbacks run as on one
 device.
 
-But for a loss that constrains arrays over tensor: it is the same at every size of tensor.
+A loss that constrains arrays over tensor is an exception: it is the same at every size of tensor.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ def test_callbacks_run_in_a_loss(row, mesh_of):
     jax.effects_barrier()
     assert sorted(SEEN[: -len(rows)]) == pytest.approx(sorted(expected), rel=1e-6)
 
-    if row != "hybrid":  # XLA:CPU: idle stages would wait for those that raised
+    if row != "hybrid":  # XLA:CPU: idle stages would wait for stages that raised
         with pytest.raises(Exception, match="embedded too far"):
             float(opt.step(state, 1e4 * np.ones_like(X))[1]["loss"])
         # or it is raised again when the process ends
@@ -102,7 +102,7 @@ def test_debug_nans_names_the_line_of_the_loss(make, mesh_of):
 
 
 def constrained_by(sharding):
-    """A loss and a `BlockModel`, that place what is within a block over tensor."""
+    """Return a loss and a `BlockModel` that place arrays within a block over tensor."""
 
     def within(w, x):
         return x + jnp.tanh(jax.lax.with_sharding_constraint(x @ w["kernel"], sharding))

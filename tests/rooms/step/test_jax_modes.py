@@ -50,8 +50,8 @@ MODES = {
 QUICK = [("leaks", "ddp"), ("guard", "global"), ("guard", "blocks")]
 
 
-# Where jax suspects a leak, as in a custom derivative, it walks over all objects of the process: up
-# to a minute late in a run.
+# If jax suspects a leak, as in a custom derivative, it walks over all objects of the process. Late
+# in a run this takes up to a minute.
 @pytest.mark.parametrize(
     ("mode", "form"), tiered(itertools.product(MODES, FORMS), lambda row: row in QUICK)
 )

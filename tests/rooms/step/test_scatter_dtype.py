@@ -43,7 +43,7 @@ def batches_of():
 
 
 def trained(params, batches, *, data, replica, micro_batches, each_rounded, is_rounded):
-    """One device that rounds what each of the devices would send."""
+    """Train on one device, which rounds the gradients that each device would send."""
 
     def rounded(g):
         return np.asarray(jnp.asarray(g).astype(jnp.bfloat16), np.float64)
@@ -200,7 +200,9 @@ def test_in_a_pipeline(placement, mesh_of, x64):
 
 
 def test_a_wider_dtype_sums_half_precision_exactly(mesh_of):
-    """Of 1 + 2^-9 + 2^-9 the sum in float32 is not lost, each of the small ones alone is."""
+    """A sum of 1 + 2^-9 + 2^-9 in float32 keeps the small terms. Each of them added alone would be
+    lost.
+    """
     mesh = mesh_of(data=4)
     parts = jnp.array([1.0, 2.0**-9, 2.0**-9, 0.0], jnp.bfloat16)[:, None] * jnp.ones(
         (4, 4), jnp.bfloat16

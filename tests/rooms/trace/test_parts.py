@@ -1,4 +1,4 @@
-"""What is read of a trace does not depend on where its variables lie in memory: programs of two
+"""Our reading of a trace does not depend on where its variables lie in memory: programs of two
 processes are the same.
 """
 

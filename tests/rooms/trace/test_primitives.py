@@ -1,5 +1,5 @@
-"""The list of elementwise primitives: each is there in this jax, and makes of some elements what it
-makes of them among others.
+"""Each primitive of the list of elementwise primitives exists in this jax. Its result for some
+elements does not depend on the other elements.
 """
 
 import gc

@@ -99,7 +99,7 @@ class Dataset:
 
 
 class Node:
-    """Batches of which the iterator has `state_dict`."""
+    """Batches whose iterator has `state_dict`."""
 
     def __init__(self, batch_size):
         self.batch_size = batch_size

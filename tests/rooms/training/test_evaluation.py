@@ -147,9 +147,9 @@ def test_a_metric_that_is_an_array_is_a_list_of_numbers():
 
 
 def test_a_loss_of_its_own():
-    """Given to the strategy it is what `opt.evaluate` runs.
+    """If the strategy has `evaluate_fn`, `opt.evaluate` runs it.
 
-    Given to evaluation, what that one runs; training is as it was.
+    If `evaluation` has it, only that evaluation runs it. Training does not change.
     """
     mesh, rows = so.make_mesh(data=2, devices=jax.devices()[:2]), rows_of(5)
     wanted = np.abs(rows["x"] @ W - rows["y"]).mean()

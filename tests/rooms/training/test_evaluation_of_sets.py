@@ -1,5 +1,5 @@
-"""The evaluation of several batches: exact if the loss is a (weighted) mean over rows, or says its
-parts; otherwise it warns once, on any number of devices and in each view.
+"""The evaluation of several batches is exact if the loss is a (weighted) mean over rows, or says
+its parts. Otherwise it warns once, on any number of devices and in each view.
 """
 
 import warnings

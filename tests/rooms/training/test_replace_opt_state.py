@@ -57,8 +57,8 @@ def nested(tree):
     "form", tiered(["flax", "trees", "nested", "shardopt"], lambda form: form == "flax")
 )
 def test_it_goes_on_as_it_would_have(form):
-    """Two steps of flax, adopted, two more: the parameters of four steps of flax, which keeps what
-    was its own.
+    """Two steps of flax are adopted, and two more follow. The parameters equal four steps of flax,
+    whose own state stays usable.
     """
     opt = so.fsdp(TX, so.make_mesh(), loss_fn, min_shard_elements=1)
     source = flax_after(2)

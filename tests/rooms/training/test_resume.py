@@ -84,7 +84,7 @@ def test_too_few_batches():
 
 
 class OfProcess:
-    """Batches of a process of its own: a state counts what it drew itself."""
+    """Batches of a process of its own: a state counts the batches that the process drew itself."""
 
     def __init__(self, rows):
         self.rows, self.drawn = rows, 0

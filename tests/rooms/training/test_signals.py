@@ -1,6 +1,6 @@
 """SIGTERM and Ctrl-C finish the step and save.
 
-Of several processes the weightiest verdict counts.
+If several processes disagree, the weightiest verdict counts.
 """
 
 import os
@@ -24,7 +24,7 @@ from shardopt.training._stop import Stop
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """Stand-ins for what the program had before, which must be back afterwards."""
+    """Install stand-ins for earlier handlers of the program, which must be back afterwards."""
     mine = {number: lambda *_: None for number in (signal.SIGTERM, signal.SIGINT)}
     before = {number: signal.signal(number, handler) for number, handler in mine.items()}
     try:
@@ -177,7 +177,7 @@ def test_sigterm_at_any_moment_costs_nothing_but_time(
                 timer.start()
             time.sleep(0.005)
             yield batch
-        timer.join()  # a run is never over before it is told to end
+        timer.join()  # a run is never over before its signal to end
 
     unbroken = fit(opt, new_state(), batches, num_steps=40, progress=False)
     ends = []
@@ -215,7 +215,7 @@ def loss_of(state):
 def test_an_evaluation_that_a_signal_ends_is_the_first_thing_after_the_restart(
     opt, new_state, batches, same, tmp_path, step
 ):
-    """Early stopping, the best checkpoint and the history then are those of an unbroken run."""
+    """Early stopping, the best checkpoint and the history then equal an unbroken run."""
 
     def run(folder, evaluate):
         with Checkpoints(folder, every=5, keep=2, best="distance") as checkpoints:

@@ -1,4 +1,4 @@
-"""Where an axis is bound."""
+"""Fixtures that bind an axis."""
 
 from support.ways import on_devices, ways
 

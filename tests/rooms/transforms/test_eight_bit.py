@@ -1,6 +1,6 @@
 """`eight_bit`: moments in codes of 8 bits.
 
-The map is the paper's, blocks lie within shards, and what is refused.
+The map is the paper's, blocks lie within shards, and bad input is refused.
 """
 
 import jax
@@ -49,7 +49,7 @@ def test_codes_are_the_nearest_of_the_map(signed, x64):
     nearest = table[np.abs(table - x[:, None]).argmin(1)]
     if not signed:
         assert (nearest == 0).any()
-        nearest = np.maximum(nearest, table[1])  # what is above zero stays so
+        nearest = np.maximum(nearest, table[1])  # numbers above zero stay so
     np.testing.assert_allclose(np.abs(rounded_values - x), np.abs(nearest - x), atol=1e-15)
     assert encoded(np.zeros(1))[0] == (127 if signed else 0)
 

@@ -146,7 +146,7 @@ def test_the_loss_of_one_device_makes_all_devices_skip(kind, ways):
     np.testing.assert_array_equal(skipped, [1, 1])
 
 
-# What a loop may do with a state that differs between devices.
+# A loop with a state that differs between devices.
 
 MEAN = T.average_gradients("data")
 PER_DEVICE = {
@@ -632,7 +632,7 @@ def test_a_transformation_around_on_mesh_passes_the_weights_on(name, mesh_of, x6
 
     @jax.jit
     def mean_of(params):
-        # MultiSteps makes room for sums of what it gets
+        # MultiSteps makes room for sums of its input
         state = tx.init(jnp.stack([params] * 8) if name == "MultiSteps" else params)
         return tx.update(grads_of(params, batch)[1], state, params, weight=weights)[0]
 
@@ -962,7 +962,7 @@ def test_a_step_with_zero_is_exported_and_still_warns_where_it_runs(
     assert "InspectSharding" not in exported.mlir_module()
     whole_state = jax.device_put(state, replicated)
     results = jax.jit(exported.call)(params, whole_state)
-    if name == "scan":  # its leaves are not those that come in
+    if name == "scan":  # its leaves differ from the incoming leaves
         expected = run(params, whole_state)
     else:
         with pytest.warns(UserWarning, match="come in unsharded along 'data'"):

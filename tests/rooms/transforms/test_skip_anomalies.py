@@ -71,7 +71,7 @@ def train_without(case, tx, window=WINDOW, norm_z=Z):
 def run(opt, case):
     """Return the steps that a strategy skips, and its last state.
 
-    What a skipped step must leave is compared by bits.
+    Leaves that a skipped step must not change are compared by bits.
     """
     state, skipped = opt.init(case.params), []
     for step, batch in enumerate(case.batches):

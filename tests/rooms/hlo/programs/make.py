@@ -1,10 +1,10 @@
-"""Write the `.hlo` files beside this script: small programs compiled for accelerators that this
+"""Write the `.hlo` files next to this script: small programs compiled for accelerators that this
 machine has not.
 
-python make.py tpu v5e:2x4       needs `pip install libtpu`
-python make.py slices v5e:2x4    likewise
-python make.py sparse v6e:4x4    likewise, with jax 0.11 or later; once for each libtpu
-python make.py gpu               needs `pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt` of jaxlib's version
+- `python make.py tpu v5e:2x4`: needs `pip install libtpu`
+- `python make.py slices v5e:2x4`: likewise
+- `python make.py sparse v6e:4x4`: likewise, with jax 0.11 or later; once for each libtpu
+- `python make.py gpu`: needs `pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt` of jaxlib's version
 """
 
 import os
@@ -143,8 +143,8 @@ _READ = (
 
 
 def trimmed(text):
-    """Leave out what no audit reads: source positions, names of other instructions' origin, tuning
-    results.
+    """Leave out words that no audit reads: source positions, names of other instructions' origin,
+    tuning results.
     """
     text = re.sub(r"\n\nFileNames.*?\n\n\n", "\n\n", text, flags=re.DOTALL)
     lines = []
