@@ -406,15 +406,26 @@ class Checkpoints:
                 _rotate(self.directory, step, keep=self.keep, metric=self.best, mode=self.mode)
         except CheckpointError as error:
             _LOG.error("%s", error)  # logged now, in case the program never calls wait
-            with contextlib.suppress(OSError):
-                if jax.process_index() == 0 and self._lock.is_held():
-                    # delete the unfinished files: a full disk affects every job
-                    remove_stale(self.directory)
+            if jax.process_index() == 0 and self._lock.is_held():
+                self._remove_unfinished()
             raise
         finally:
             progress.mark("", lane=progress.SAVING)
 
+    def _remove_unfinished(self) -> None:
+        """Delete the files of a failed save: a full disk affects every job."""
+        for _ in range(_REMOVALS):
+            try:
+                remove_stale(self.directory)
+                return
+            except OSError:  # threads of orbax that have not failed still add files
+                time.sleep(_REMOVAL_PAUSE)
 
+
+_REMOVALS = 20
+"""How often the deletion of a failed save is tried."""
+_REMOVAL_PAUSE = 0.1
+"""Seconds between two tries."""
 _clock = time.monotonic
 
 

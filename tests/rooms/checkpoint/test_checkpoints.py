@@ -14,6 +14,7 @@ from support.tiers import tiered
 import shardopt as so
 from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.checkpoint._read import restore
+from shardopt.checkpoint._run_folder import remove_stale
 from shardopt.checkpoint._write import save, write_error
 
 UNTOUCHED = "Fix: make room, then save again; checkpoints that were committed before are untouched."
@@ -257,6 +258,27 @@ def test_a_failed_write_is_raised_at_the_next_occasion(
         assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "4"]
     checkpoints.close()
     assert same(restore(tmp_path, opt), state())
+
+
+def test_a_failed_write_leaves_nothing_where_orbax_still_writes(tmp_path, trained, monkeypatch):
+    _, state = trained
+    late_writes = [tmp_path / ".saving-2" / "late", tmp_path / ".saving-2" / "later"]
+
+    def remove_stale_while_orbax_writes(directory):
+        if late_writes and [*directory.glob(".saving-2*")]:  # else it is before the save
+            late_writes.pop().mkdir(parents=True)
+            raise OSError(39, "Directory not empty")
+        remove_stale(directory)
+
+    module = "shardopt.checkpoint._checkpoints"
+    monkeypatch.setattr(f"{module}._REMOVAL_PAUSE", 0)
+    monkeypatch.setattr(f"{module}.remove_stale", remove_stale_while_orbax_writes)
+    with Checkpoints(tmp_path, 1, 1) as checkpoints, full_disk():
+        checkpoints.save(state(), step=2)
+        with pytest.raises(so.errors.CheckpointError, match="step 2 could not be written"):
+            checkpoints.wait()
+    assert late_writes == []
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_a_failed_write_does_not_hide_the_error_that_ends_the_run(tmp_path, trained):
