@@ -575,7 +575,7 @@ UNBROKEN = {
 
 
 @pytest.mark.parametrize("name", tiered(UNBROKEN, lambda name: name == "int8(block_size=4)"))
-def test_what_the_faults_are_planted_in_passes(name, mesh_of):
+def test_a_strategy_without_a_fault_passes(name, mesh_of):
     check(UNBROKEN[name], mesh_of)
 
 

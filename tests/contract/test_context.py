@@ -310,7 +310,7 @@ def test_rows_of_the_whole_batch_are_not_to_be_had(mesh_of):
         opt.step(opt.init(params()), batches()[0])
 
 
-def test_attention_over_what_is_not_split_is_refused(mesh_of):
+def test_attention_over_an_array_that_context_does_not_split_is_refused(mesh_of):
     """It would be taken for parts of one sequence."""
 
     def loss(params, batch):

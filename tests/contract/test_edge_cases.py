@@ -288,7 +288,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("act", "error", "message"), REFUSED)
-def test_refusals(act, error, message, mesh_of):
+def test_bad_input_is_refused(act, error, message, mesh_of):
     with pytest.raises(error) as caught:
         act(so.ddp(optax.sgd(0.1), mesh_of(data=2), square))
     assert str(caught.value) == message

@@ -276,7 +276,7 @@ def test_experts_used_elsewhere_in_a_block_are_refused(mesh_of):
     ],
     ids=["nothing named", "rows of a router", "no such leaf", "a rule takes the dim"],
 )  # fmt: skip
-def test_refusals(leaves, options, message, mesh_of):
+def test_bad_input_is_refused(leaves, options, message, mesh_of):
     opt = so.fsdp(
         TX,
         mesh_of(expert=4, tensor=2 if "rules" in options else 1),

@@ -427,7 +427,7 @@ def test_a_mesh_from_jax_itself_is_taken(mesh_of):
     np.testing.assert_allclose(metrics["loss"], square(PARAMS, X), rtol=1e-6)
 
 
-def test_the_contract_names(mesh_of):
+def test_a_strategy_and_its_state_have_the_fields_of_the_contract(mesh_of):
     tx = optax.adam(0.1)
     opt = so.fsdp(tx, mesh_of(data=4, replica=2), square)
     assert isinstance(opt, so.ShardedOptimizer)

@@ -77,7 +77,7 @@ def hybrid(mesh, schedule, seen=None, **options):
         pytest.param("zero_bubble_lockstep", "fsdp", marks=pytest.mark.slow),
     ],
 )
-def test_half_precision_parameters_and_activations(schedule, placement, mesh_of):
+def test_parameters_and_activations_may_have_half_precision(schedule, placement, mesh_of):
     seen = set()
     opt = hybrid(mesh_of(data=2, tensor=2, pipeline=2), schedule, seen, placement=placement)
     check(gradient(opt, cast(PARAMS, jnp.bfloat16)), jnp.bfloat16)

@@ -121,7 +121,7 @@ def test_equals_one_device_on_the_union_batch(row, mesh_of, x64):
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("schedule", ["eager_one_f_one_b", "zero_bubble_v"])
-def test_residuals_that_fill_tiles(schedule, remat, mesh_of, x64):
+def test_steps_with_residuals_that_fill_tiles_equal_one_device(schedule, remat, mesh_of, x64):
     """The step tells the compiler their layout, which passes through the partitioner of tensor."""
     draw = np.random.default_rng(3)
 

@@ -201,7 +201,7 @@ twice.defvjp(lambda x: (2 * x, x), lambda x, dy: (3 * dy * jnp.cos(x),))
     ],
     ids=lambda parameter: getattr(parameter, "__name__", str(parameter)),
 )
-def test_any_block_and_what_is_kept_of_it(schedule, remat_policy, remat, mesh_of, x64):
+def test_any_block_and_remat_policy_equals_ddp(schedule, remat_policy, remat, mesh_of, x64):
     model = MODEL._replace(block=everything, remat=remat_policy)
     state, metrics = run(
         hybrid(mesh_of(data=2, pipeline=4), model, schedule, remat=remat), PARAMS, {"x": X}

@@ -28,7 +28,7 @@ PARAMS = jax.tree.map(
     # test_hybrid_memory.py counts the three passes of blocks that are not frozen too
     tiered([((), 3), (("^blocks",), 2), (("^blocks", "^in"), 1)], lambda row: row[1] < 3, ids=str),
 )
-def test_frozen_blocks_skip_what_nobody_reads(frozen, passes, mesh_of):
+def test_frozen_blocks_skip_passes_that_nobody_reads(frozen, passes, mesh_of):
     opt = so.hybrid(
         optax.sgd(0.1),
         mesh_of(data=2, pipeline=STAGES),

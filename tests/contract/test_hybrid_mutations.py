@@ -233,7 +233,7 @@ def difference(schedule, mesh):
 
 
 @pytest.mark.parametrize(("mutate", "schedule"), CASES, ids=lambda x: getattr(x, "__name__", x))
-def test_the_contract_notices(mutate, schedule, mesh_of, x64):
+def test_the_contract_notices_each_mutation(mutate, schedule, mesh_of, x64):
     with pytest.MonkeyPatch.context() as patch:
         mutate(patch)
         # NaN is noticed as well
@@ -241,5 +241,5 @@ def test_the_contract_notices(mutate, schedule, mesh_of, x64):
 
 
 @pytest.mark.parametrize("schedule", sorted({case_schedule for _, case_schedule in CASES}))
-def test_unbroken_it_does_not(schedule, mesh_of, x64):
+def test_without_a_mutation_nothing_differs(schedule, mesh_of, x64):
     assert difference(schedule, mesh_of(data=2, pipeline=4)) <= 1e-10

@@ -71,7 +71,7 @@ def make(mesh, **options):
     return so.hybrid(optax.sgd(0.1), mesh, MODEL, **how, **options)
 
 
-def test_what_it_sends_and_what_it_holds(mesh_of):
+def test_blocks_gathered_once_send_once_and_are_held(mesh_of):
     mesh, stage = mesh_of(**SIZES), 4 * WIDTH**2 * LAYERS // SIZES["pipeline"]
     once, regathering, zero1 = (
         make(mesh, **options)
@@ -128,7 +128,7 @@ def test_what_it_sends_and_what_it_holds(mesh_of):
         ),
     ],
 )
-def test_refusals(options, sizes, error, message, mesh_of):
+def test_bad_input_is_refused(options, sizes, error, message, mesh_of):
     with pytest.raises(error) as caught:
         make(mesh_of(**sizes), **options)
     assert str(caught.value) == message

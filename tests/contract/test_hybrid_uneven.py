@@ -145,7 +145,7 @@ def make(mesh, model=MODEL, tx=None, **options):
     return so.hybrid(optax.sgd(0.1) if tx is None else tx, mesh, model, **how)
 
 
-def test_what_it_stores_and_what_it_sends(mesh_of):
+def test_uneven_stages_keep_the_users_leaves_and_send_the_stated_bytes(mesh_of):
     mesh = mesh_of(data=2, pipeline=2)
     opt = make(mesh)
     batch = jax.ShapeDtypeStruct((16, 4), jnp.float32)

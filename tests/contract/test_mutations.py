@@ -142,7 +142,7 @@ def difference(strategy, mesh):
 
 
 @pytest.mark.parametrize(("mutate", "strategy"), CASES, ids=lambda x: getattr(x, "__name__", x))
-def test_the_contract_notices(mutate, strategy, mesh_of, x64):
+def test_the_contract_notices_each_mutation(mutate, strategy, mesh_of, x64):
     with pytest.MonkeyPatch.context() as patch:
         mutate(patch)
         # NaN is noticed as well
@@ -150,5 +150,5 @@ def test_the_contract_notices(mutate, strategy, mesh_of, x64):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_unbroken_it_does_not(strategy, mesh_of, x64):
+def test_without_a_mutation_nothing_differs(strategy, mesh_of, x64):
     assert difference(strategy, mesh_of(replica=2, data=4)) <= 1e-10

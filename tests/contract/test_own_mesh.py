@@ -146,7 +146,7 @@ def test_a_step_on_an_own_mesh_equals_the_step_on_ours(row, mesh_of):
 
 
 @pytest.mark.parametrize(
-    ("own", "set_for_the_program"),
+    ("sizes", "set_for_the_program"),
     [
         ({"data": 4}, explicit(other=8)),
         ({"data": 2}, automatic(a=2, b=4)),
@@ -155,11 +155,11 @@ def test_a_step_on_an_own_mesh_equals_the_step_on_ours(row, mesh_of):
 )
 @pytest.mark.parametrize(("loss", "view"), [("dropout", "auto"), ("next_key", "global")])
 def test_a_step_on_some_devices_works_where_a_mesh_of_others_is_set(
-    own, set_for_the_program, loss, view, mesh_of
+    sizes, set_for_the_program, loss, view, mesh_of
 ):
     row = {"mesh": "", "strategy": "fsdp", "loss": loss, "view": view, "micro_batches": 1}
     row["optimizer"] = "adamw"
-    expected, *_ = trained(row, mesh_of(**own), "tensor")
+    expected, *_ = trained(row, mesh_of(**sizes), "tensor")
     with jax.set_mesh(set_for_the_program):
-        params, *_ = trained(row, mesh_of(**own), "tensor")
+        params, *_ = trained(row, mesh_of(**sizes), "tensor")
     assert relative_difference(params, expected) < 1e-6

@@ -320,7 +320,7 @@ def test_placements_that_split_gradients_refuse_one(placement, mesh_of):
     )
 
 
-def test_what_is_no_reducer(mesh_of):
+def test_an_argument_that_is_no_reducer_is_refused(mesh_of):
     with pytest.raises(TypeError) as caught:
         so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda params, batch: 0.0, reducer=R.int8)
     assert (

@@ -128,7 +128,7 @@ def test_a_program_says_which_commit_compiled_it(script):
     assert script.commit().removesuffix(", changed").isalnum()
 
 
-def test_what_is_published_is_what_was_compiled(script):
+def test_the_page_has_the_table_of_the_compiled_programs(script):
     """The table of docs/notes/maxtext.md shows the numbers of the JSON."""
     results = json.loads(script.RESULTS.read_text())["results"]
     text = (ROOT / "docs" / "notes" / "maxtext.md").read_text()

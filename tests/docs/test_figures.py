@@ -294,7 +294,7 @@ def test_restarts():
     assert f"at most {lost['largest, memory']} against {lost['largest, disk']}" in text
 
 
-def test_what_the_tpu_compiler_says():
+def test_the_note_on_the_tpu_compiler_has_its_numbers():
     compiled, table_rows = results("pod")["compiles"], rows("notes/tpu_compiler.md", "model")
     assert len(table_rows) == 16
     cells = {tuple(row[3:]) for row in table_rows}
@@ -365,7 +365,7 @@ def test_the_losses_of_experts_are_those_of_the_benchmark():
     assert f"up to {worst['experts, nothing']:.2f} times" in text
 
 
-def test_what_the_tpu_compiler_says_of_experts():
+def test_the_note_on_experts_has_the_numbers_of_the_tpu_compiler():
     record = results("experts_pod")
     with imported("experts_pod") as script:
         cells = script.cells

@@ -39,7 +39,7 @@ def script():
         yield module
 
 
-def test_the_branches_of_a_loop(script):
+def test_a_loop_has_its_branches_as_parts(script):
     loop = script.loop_of(SCHEDULE)
     (body,) = loop.parts
     assert (loop.start, loop.end, loop.own) == (2, 13, 4)
@@ -47,7 +47,7 @@ def test_the_branches_of_a_loop(script):
     assert body.own == 3
 
 
-def test_the_counts_of_a_kernel(script, monkeypatch):
+def test_counts_follow_the_branches_of_a_kernel(script, monkeypatch):
     monkeypatch.setitem(script.KERNELS, "fwd", (script.ROW, script.TILE))
     assert script.counts_of(SCHEDULE, "fwd", 512) == (7, 2, 2)
     monkeypatch.setitem(script.KERNELS, "fwd", (script.ROW, script.TILE, script.ROW))
@@ -79,7 +79,7 @@ NESTED = """
 """
 
 
-def test_a_loop_over_tiles_in_a_step(script):
+def test_a_loop_over_tiles_in_a_step_counts_for_each_tile(script):
     loop = script.loop_of(NESTED)
     assert (loop.start, loop.end) == (2, 21)
     assert [(part.start, part.end) for part in loop.parts] == [(4, 5), (6, 14)]

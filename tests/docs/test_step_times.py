@@ -57,11 +57,11 @@ def emitter(name, strategy=""):
     return f', backend_config={{"collective_algorithm_config":{{"emitter":"{name}","debug":"{strategy}"}}}}'
 
 
-def program(*lines, more="", partitions=8, tables=""):
+def program(*lines, computations="", partitions=8, tables=""):
     return (
         f"HloModule m, is_scheduled=true, num_partitions={partitions}\n\n{tables}"
         "%fused (a: f32[1000]) -> f32[1000] {\n  ROOT %a = f32[1000]{0} parameter(0)\n}\n"
-        f"{more}\n"
+        f"{computations}\n"
         "ENTRY %main (p: f32[1000]) -> f32[1000] {\n  %p = f32[1000]{0} parameter(0)\n"
         + "".join(f"  {line}\n" for line in lines)
         + "  ROOT %out = f32[1000]{0} bitcast(%p)\n}\n"
@@ -137,9 +137,9 @@ ENDS = "%d = f32[8000]{0} custom-call-done(%u)"
 )
 def test_the_sparse_core_sends_beside_the_tensorcore(beside, expected):
     lines = [STARTS, work("a", 10_000), UPDATES, work("b", beside), ENDS]
-    step = seconds(*lines, more=SPARSE_CORE)
+    step = seconds(*lines, computations=SPARSE_CORE)
     assert sums(step) == expected
-    collectives = audit(program(*lines, more=SPARSE_CORE), mesh=MESH).collectives
+    collectives = audit(program(*lines, computations=SPARSE_CORE), mesh=MESH).collectives
     assert [(collective.asynchronous, collective.wire_bytes) for collective in collectives] == [
         (True, 28_000)
     ]
@@ -199,7 +199,7 @@ def loop(turns=TURNS):
 def test_a_loop_counts_as_often_as_it_turns():
     # 3 x (10,000 + 14,000)
     body = "\n  ".join([work("a", 10_000, inputs="%x"), gather("g", "%a")])
-    step = seconds(loop(), more=LOOP.format(lines=body))
+    step = seconds(loop(), computations=LOOP.format(lines=body))
     assert sums(step) == [72_000, 30_000, 42_000, 0]
     assert [
         (operation.name, operation.calls, operation.waits) for operation in step.operations
@@ -211,7 +211,7 @@ def test_a_loop_counts_as_often_as_it_turns():
 
 
 def test_a_loop_without_collectives_is_not_walked_again_and_again():
-    step = seconds(loop(), more=LOOP.format(lines=work("a", 10_000, inputs="%x")))
+    step = seconds(loop(), computations=LOOP.format(lines=work("a", 10_000, inputs="%x")))
     assert sums(step) == [30_000, 30_000, 0, 0]
     assert [(operation.calls, operation.seconds) for operation in step.operations] == [
         (3, pytest.approx(30e-6))
@@ -220,7 +220,7 @@ def test_a_loop_without_collectives_is_not_walked_again_and_again():
 
 
 def test_a_loop_that_does_not_tell_counts_once_and_is_named():
-    step = seconds(loop(turns=""), more=LOOP.format(lines=work("a", 10_000, inputs="%x")))
+    step = seconds(loop(turns=""), computations=LOOP.format(lines=work("a", 10_000, inputs="%x")))
     assert sums(step) == [10_000, 10_000, 0, 0]
     assert step.notes == ("assumed: 1 x loops that do not tell how often they turn, counted once",)
 
@@ -251,12 +251,12 @@ def test_a_collective_that_is_spread_over_fusions_runs_from_the_first_to_the_las
         work("b", 2_000),
         "%done = f32[8000]{0} fusion(%m), kind=kCustom, calls=%last",
         work("c", 1_000),
-        more=definitions,
+        computations=definitions,
     )
     assert sums(step) == [29_000, 13_000, 16_000, 12_000]
 
 
-def test_of_a_branch_the_dearest():
+def test_the_slowest_branch_counts():
     branches = "".join(
         f"\n%{name} (q: f32[1000]) -> f32[1000] {{\n  %q = f32[1000]{{0}} parameter(0)\n  ROOT"
         f" {line}\n}}\n"
@@ -264,7 +264,7 @@ def test_of_a_branch_the_dearest():
     )
     # 14,000 of a collective is more than 9,000 of work
     chosen = "%c = f32[1000]{0} conditional(%p, %p, %p), branch_computations={%one, %two}"
-    assert sums(seconds(chosen, more=branches)) == [14_000, 0, 14_000, 0]
+    assert sums(seconds(chosen, computations=branches)) == [14_000, 0, 14_000, 0]
 
 
 def test_a_pass_of_a_pipeline_counts_in_the_ticks_in_which_some_stage_takes_it():
@@ -292,11 +292,11 @@ def test_a_pass_of_a_pipeline_counts_in_the_ticks_in_which_some_stage_takes_it()
     options = {
         "mesh": {"data": 2, "pipeline": 2},
         "partitions": 4,
-        "more": passes + LOOP.format(lines="\n  ".join(lines)),
+        "computations": passes + LOOP.format(lines="\n  ".join(lines)),
     }
     assert sums(seconds(loop(turns), **options)) == [8 * 7_000, 8 * 3_000, 8 * 4_000, 0]
     step = step_seconds(
-        program(loop(turns), partitions=4, more=options["more"]),
+        program(loop(turns), partitions=4, computations=options["computations"]),
         mesh=options["mesh"],
         hardware=CHIP,
         schedule=schedule,
@@ -309,7 +309,7 @@ def test_a_pass_of_a_pipeline_counts_in_the_ticks_in_which_some_stage_takes_it()
         ),
     ):
         step_seconds(
-            program(loop(turns), partitions=4, more=options["more"]),
+            program(loop(turns), partitions=4, computations=options["computations"]),
             mesh=options["mesh"],
             hardware=CHIP,
             schedule=so.schedules.gpipe(2, 5),
@@ -321,11 +321,13 @@ def test_a_called_computation_runs_in_place():
         "\n%callee (q: f32[1000]) -> f32[1000] {\n  %q = f32[1000]{0} parameter(0)\n  ROOT"
         f" {work('a', 9_000)}\n}}\n"
     )
-    step = seconds("%c = f32[1000]{0} call(%p), to_apply=%callee", work("b", 1_000), more=called)
+    step = seconds(
+        "%c = f32[1000]{0} call(%p), to_apply=%callee", work("b", 1_000), computations=called
+    )
     assert sums(step) == [10_000, 10_000, 0, 0]
 
 
-def test_between_slices_it_is_the_network():
+def test_the_network_carries_bytes_between_slices():
     # an all-reduce of 4,000 bytes over 2 slices: 2 x 1/2 x 4,000 at a tenth of a byte, 40,000; work
     # hides 10,000
     words = (

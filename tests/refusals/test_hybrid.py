@@ -289,7 +289,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("method", ["step", "evaluate"])
 @pytest.mark.parametrize(("block", "numbers"), CHANGES)
-def test_a_block_that_changes_what_it_is_given(block, numbers, method, request):
+def test_a_block_that_changes_the_form_of_its_input_is_refused(block, numbers, method, request):
     opt = hybrid(MODEL._replace(block=block))
     state = opt.init(params())
     request.getfixturevalue("no_compile")

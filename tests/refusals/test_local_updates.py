@@ -69,7 +69,7 @@ def test_numbers_out_of_range(how, message, strategy_of):
 
 
 @pytest.mark.parametrize(("how", "message"), KINDS, ids=[next(iter(how)) for how, _ in KINDS])
-def test_arguments_of_the_wrong_kind(how, message, strategy_of):
+def test_arguments_of_the_wrong_kind_are_refused(how, message, strategy_of):
     assert (
         message_of(lambda: so.diloco(strategy_of("ddp"), **how), TypeError) == f"diloco: {message}"
     )
@@ -87,7 +87,7 @@ def test_local_sgd_refuses_the_same(strategy_of):
 
 
 @pytest.mark.parametrize("sizes", [{"data": 4}, {"replica": 1, "data": 4}], ids=str)
-def test_a_mesh_without_replicas(sizes, mesh_of, model_of):
+def test_a_mesh_without_replicas_is_refused(sizes, mesh_of, model_of):
     inner = so.ddp(optax.sgd(0.1), mesh_of(**sizes), model_of())
     axes = dict(inner.mesh.shape)
     message = (
@@ -97,7 +97,7 @@ def test_a_mesh_without_replicas(sizes, mesh_of, model_of):
     assert message_of(lambda: so.local_sgd(inner, sync_every=2)) == message
 
 
-def test_what_is_no_synchronous_strategy(strategy_of):
+def test_an_argument_that_is_no_synchronous_strategy_is_refused(strategy_of):
     fix = "Fix: pass so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...)."
     twice = so.local_sgd(strategy_of("ddp"), sync_every=2)
     for strategy, name in (

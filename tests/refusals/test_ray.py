@@ -81,7 +81,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals(name):
+def test_bad_input_is_refused(name):
     options, error, message = REFUSED[name]
     with pytest.raises(error) as caught:
         run(**options)
@@ -111,7 +111,7 @@ def test_strategies_cannot_cross(message_of):
     )
 
 
-def test_who_hangs(monkeypatch):
+def test_only_workers_that_compute_or_load_too_long_are_killed(monkeypatch):
     """A worker that waits, that compiles or whose process has ended does not hang. While the caller
     evaluates no worker hangs, and each one is named once.
     """

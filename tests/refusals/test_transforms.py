@@ -29,7 +29,7 @@ CONSTRUCTION = [
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), CONSTRUCTION)
-def test_bad_arguments(call, kind, message):
+def test_bad_arguments_are_refused(call, kind, message):
     with pytest.raises(kind) as caught:
         call()
     assert str(caught.value) == message

@@ -515,12 +515,12 @@ WINDOWS = cases({
 })  # fmt: skip
 
 
-def by_size(whole: Any, piece: Any) -> Any:
+def by_size(whole_loss: Any, piece_loss: Any) -> Any:
     """Return a loss with other results on 8 rows than on fewer."""
 
     def loss(p: Any, b: Any) -> Any:
         means = jnp.mean(errors(p, b)), jnp.mean(b["x"] ** 2), jnp.mean(b["y"] ** 2)
-        return (whole if rows_of(b) == 8 else piece)(*means)
+        return (whole_loss if rows_of(b) == 8 else piece_loss)(*means)
 
     return loss
 
@@ -550,11 +550,11 @@ def in_branches(count: Any, wrapped: Any = lambda f: f) -> Any:
     return loss
 
 
-def in_turns(whole: Any, piece: Any) -> Any:
+def in_turns(whole_loop: Any, piece_loop: Any) -> Any:
     """Return a loss of a loop that calls other functions on 8 rows than on fewer."""
 
     def loss(p: Any, b: Any) -> jax.Array:
-        goes_on, turn = whole(per_turn(p)) if rows_of(b) == 8 else piece(per_turn(p))
+        goes_on, turn = whole_loop(per_turn(p)) if rows_of(b) == 8 else piece_loop(per_turn(p))
         return jnp.mean(jax.lax.while_loop(goes_on, turn, (0.0, errors(p, b)))[1])
 
     return loss

@@ -180,8 +180,8 @@ def _replaced_children(parent: ast.AST) -> Iterator[Place]:
 def _replacements(node: ast.expr) -> Iterator[tuple[str, ast.expr]]:
     loads = isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
     if isinstance(node, ast.Attribute) and loads and node.attr in ("dim", "blocks", "ratio"):
-        one = ast.BinOp(left=node, op=ast.Add(), right=ast.Constant(value=1))
-        yield f"1 more than `{ast.unparse(node)}`", one
+        incremented = ast.BinOp(left=node, op=ast.Add(), right=ast.Constant(value=1))
+        yield f"1 more than `{ast.unparse(node)}`", incremented
     if isinstance(node, ast.Name) and loads and node.id == "as_drawn":
         yield "a mark lost", ast.parse("lambda relation: relation", mode="eval").body
     if isinstance(node, ast.Constant) and type(node.value) is int:
@@ -228,9 +228,9 @@ def row_mutants() -> list[tuple[Mutant, Any, Any]]:
                 changed = value | word if edit[0] == "+" else value - word
                 changes.append((file, f"{name} {edit}", (file, name), changed))
     for name, rule in _table.TABLE.items():
-        more = [kind for kind in (Split, Same, Total, Extreme) if kind not in rule.accepts]
-        if more and not rule.raw:
-            accepts = rule._replace(accepts=(*rule.accepts, *more))
+        refused_kinds = [kind for kind in (Split, Same, Total, Extreme) if kind not in rule.accepts]
+        if refused_kinds and not rule.raw:
+            accepts = rule._replace(accepts=(*rule.accepts, *refused_kinds))
             changes.append(("_table", f"{name} accepts more", name, accepts))
         changes.append(("_table", f"{name} draws", name, rule._replace(draws=not rule.draws)))
         params = rule._replace(size_params=_AllParams())

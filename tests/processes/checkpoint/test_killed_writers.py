@@ -99,7 +99,7 @@ def test_a_writer_killed_while_it_replaces_a_step_loses_nothing(remains, read):
     assert read(folder) == 1
 
 
-def test_a_full_disk(remains, read):
+def test_a_full_disk_is_named_and_leaves_older_checkpoints(remains, read):
     folder, code, output, errors = remains["full"]
     assert code == 0, errors
     first, last = output.strip().split("\n")

@@ -60,7 +60,7 @@ def on_a_small_disk(folder):
 
 @pytest.mark.parametrize("repeats", [2, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("disk", ["tmpfs", "limit"])
-def test_a_disk_that_fills_up_under_a_run(disk, repeats, tmp_path):
+def test_a_disk_that_fills_up_under_a_run_loses_no_checkpoint(disk, repeats, tmp_path):
     words = on_a_small_disk(tmp_path) if disk == "tmpfs" else []
     command = [*words, sys.executable, str(WORKER), disk, str(tmp_path), str(repeats)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -43,7 +43,7 @@ def batches(count, *, bad=None, stop=None):
 tx = optax.inject_hyperparams(optax.adam)(learning_rate=0.05)
 opt = so.fsdp(tx, so.make_mesh(), loss_fn, min_shard_elements=1)
 fixed = list(batches(2))
-found = {}
+report = {}
 
 
 def new_state():
@@ -56,7 +56,7 @@ def run(name, state, data, **options):
     result = fit(
         opt, state, so.GlobalRows(data), log=lambda step, metrics: logged.append(step), **options
     )
-    found[name] = {
+    report[name] = {
         "step": result.step,
         "stopped": result.stopped,
         "logged": logged,
@@ -68,17 +68,17 @@ def run(name, state, data, **options):
 gather = jax.jit(
     lambda x: x, out_shardings=jax.sharding.NamedSharding(opt.mesh, jax.sharding.PartitionSpec())
 )
-whole = run("whole", new_state(), batches(40), evaluate=evaluation(opt, so.GlobalRows(fixed)))
+unbroken = run("whole", new_state(), batches(40), evaluate=evaluation(opt, so.GlobalRows(fixed)))
 with Checkpoints(folder, every=10, keep=2) as checkpoints:
     run(
         "sigterm", new_state(), batches(40, stop=12 if rank == 1 else None), checkpoints=checkpoints
     )
 with Checkpoints(folder, every=10, keep=2) as checkpoints:
     resumed = run("resumed", new_state(), batches(40), checkpoints=checkpoints)
-found["resumed"]["same"] = bool(
-    (gather(whole.state.params["w"]) == gather(resumed.state.params["w"])).all()
+report["resumed"]["same"] = bool(
+    (gather(unbroken.state.params["w"]) == gather(resumed.state.params["w"])).all()
 )
-found["params"] = np.asarray(gather(resumed.state.params["w"])).tolist()
+report["params"] = np.asarray(gather(resumed.state.params["w"])).tolist()
 run(
     "early",
     new_state(),
@@ -90,9 +90,9 @@ run("exhausted", new_state(), batches(17))
 try:
     run("nan", new_state(), batches(40, bad=8))
 except NonFiniteLossError as error:
-    found["nan"] = [error.step, error.position]
+    report["nan"] = [error.step, error.position]
 state = so.replace(new_state(), hyperparams={"learning_rate": 0.25})
-found["hyperparams"] = hyperparams(run("changed", state, batches(40), num_steps=3).state)
+report["hyperparams"] = hyperparams(run("changed", state, batches(40), num_steps=3).state)
 
 state = resumed.state
 numbers = np.arange(4, dtype=np.float64)
@@ -100,8 +100,8 @@ of_one, of_all = (
     so.replace(state, params={"w": w}).params["w"] for w in (numbers, jnp.asarray(numbers))
 )
 twice = so.replace(state, params={"w": jax.jit(lambda w: 2 * w)(of_one)}).params["w"]
-found["replace"] = [np.asarray(gather(w)).tolist() for w in (of_one, of_all, twice)]
-found["replace"].append(
+report["replace"] = [np.asarray(gather(w)).tolist() for w in (of_one, of_all, twice)]
+report["replace"].append(
     [str(w.sharding) == str(state.params["w"].sharding) for w in (of_one, of_all, twice)]
 )
 
@@ -117,5 +117,5 @@ def minutes(source):
 
 with Checkpoints(folder / "by_time", datetime.timedelta(minutes=10), keep=None) as checkpoints:
     run("by time", new_state(), minutes(batches(40)), checkpoints=checkpoints, log_every=4)
-    found["by time"]["saved"] = checkpoints.steps()
-print(json.dumps(found), flush=True)
+    report["by time"]["saved"] = checkpoints.steps()
+print(json.dumps(report), flush=True)

@@ -19,8 +19,8 @@ so.initialize(f"127.0.0.1:{port}", 2, rank)
 is_wrong = rank == 1
 
 
-def fail(here, error):
-    if is_wrong and place == here:
+def fail(wrong_place, error):
+    if is_wrong and place == wrong_place:
         raise error
 
 

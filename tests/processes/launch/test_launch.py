@@ -228,7 +228,7 @@ def test_the_one_that_failed_first_is_named_though_its_end_is_seen_last(job):
         ({}, [], None),
     ],
 )
-def test_who_failed_first(codes, said, first):
+def test_the_process_that_failed_first_is_found(codes, said, first):
     assert _first_failure(codes, said) == (None if first is None else (first, codes[first]))
 
 
@@ -480,7 +480,7 @@ def test_a_command_ignores_no_signals_that_python_does(job):
     ] == [set(), set()]
 
 
-def test_a_file_that_is_no_program(tmp_path):
+def test_a_file_that_is_no_program_is_named(tmp_path):
     program, said = tmp_path / "program", []
     program.write_text("neither a script nor a program")
     options = {"processes": 1, "log_dir": tmp_path / "logs"}

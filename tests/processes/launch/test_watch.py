@@ -103,7 +103,7 @@ Current thread 0x0000000000000007 (most recent call first):
 
 
 @pytest.mark.fast
-def test_what_is_said_of_a_hang():
+def test_a_hang_is_described_with_its_process_and_stack():
     hung_report = heard(5, 0, "data", 11)
     assert main_frames(STACKS, hung_report, MAIN) == [
         'File "b.py", line 2 in inner',

@@ -22,7 +22,7 @@ import shardopt as so
 import shardopt.checkpoint._write as write
 
 folder, fault, victim, at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-steps, kept = 60, []
+steps, open_sockets = 60, []
 small_job.begin()
 mine = jax.process_index() == victim
 first = "SHARDOPT_RESTART" not in os.environ
@@ -45,9 +45,10 @@ def lose_the_network():
     for link in list(Path("/proc/self/fd").iterdir()):
         with contextlib.suppress(OSError):
             if str(link.readlink()).startswith("socket:"):
-                kept.append(os.dup(int(link.name)))  # or the kernel would close the connection
-                kept.append(socket.socketpair())
-                os.dup2(kept[-1][0].fileno(), int(link.name))
+                # or the kernel would close the connection
+                open_sockets.append(os.dup(int(link.name)))
+                open_sockets.append(socket.socketpair())
+                os.dup2(open_sockets[-1][0].fileno(), int(link.name))
 
 
 def stop():

@@ -80,10 +80,10 @@ def note(step, metrics):
     time.sleep(0.05)
 
 
-where = so.Checkpoints(
+run_folder = so.Checkpoints(
     folder / "checkpoints", every=every, keep=2, memory_every=memory_every or None
 )
-with where as checkpoints:
+with run_folder as checkpoints:
     result = so.fit(
         opt,
         opt.init(params),

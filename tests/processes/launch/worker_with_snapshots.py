@@ -29,10 +29,10 @@ def note(step, metrics):
     time.sleep(float(sys.argv[5]))  # not where batches are drawn: a restart draws them all
 
 
-where = so.Checkpoints(
+run_folder = so.Checkpoints(
     folder / "checkpoints", every=every, keep=2, memory_every=memory_every or None
 )
-with where as checkpoints:
+with run_folder as checkpoints:
     result = so.fit(
         opt,
         state,

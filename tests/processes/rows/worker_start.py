@@ -52,8 +52,11 @@ def evaluate(state):
 
 
 drawn = np.random.default_rng(rank).normal(size=4).astype(np.float32)
-ones = np.ones(4, np.float32)
-nested = {"blocks": [{"w": ones, "b": ones}, {"w": ones, "b": ones + is_last}], "head": ones}
+vector = np.ones(4, np.float32)
+nested = {
+    "blocks": [{"w": vector, "b": vector}, {"w": vector, "b": vector + is_last}],
+    "head": vector,
+}
 begun = fsdp()
 state = begun.init(first_params())
 CASES = {
@@ -64,12 +67,14 @@ CASES = {
     ),
     "one draw a process": lambda: fsdp().init({"w": drawn}),
     "one nested leaf": lambda: fsdp().init(nested),
-    "one bit": lambda: fsdp().init({"w": np.nextafter(ones, 2) if is_last else ones}),
-    "a jax array": lambda: fsdp().init({"w": jnp.asarray(drawn), "v": ones}),
-    "a number": lambda: fsdp().init({"w": ones, "s": 1.0 + is_last}),
+    "one bit": lambda: fsdp().init({"w": np.nextafter(vector, 2) if is_last else vector}),
+    "a jax array": lambda: fsdp().init({"w": jnp.asarray(drawn), "v": vector}),
+    "a number": lambda: fsdp().init({"w": vector, "s": 1.0 + is_last}),
     "another shape": lambda: fsdp().init({"w": np.ones(4 + 4 * is_last, np.float32)}),
-    "another dtype": lambda: fsdp().init({"w": ones.astype(np.float16 if is_last else np.float32)}),
-    "a leaf more": lambda: fsdp().init({"w": ones} | ({"bias": ones} if is_last else {})),
+    "another dtype": lambda: fsdp().init(
+        {"w": vector.astype(np.float16 if is_last else np.float32)}
+    ),
+    "a leaf more": lambda: fsdp().init({"w": vector} | ({"bias": vector} if is_last else {})),
     "text": lambda: fsdp().init({"w": np.arange(2) if is_last else np.array(["a", 1], object)}),
     # seeds
     "another seed": lambda: fsdp().init(first_params(), jax.random.key(int(is_last))),

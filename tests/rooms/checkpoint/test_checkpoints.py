@@ -24,7 +24,7 @@ def small(value):
     return {"a": jnp.full(4, value)}
 
 
-def test_due(tmp_path):
+def test_a_checkpoint_is_due_at_each_multiple_of_every(tmp_path):
     with Checkpoints(tmp_path, every=3, keep=1) as checkpoints:
         assert [step for step in range(10) if checkpoints.due(step)] == [3, 6, 9]
 
@@ -299,7 +299,7 @@ def test_a_failed_write_does_not_hide_the_error_that_ends_the_run(tmp_path, trai
     )
 
 
-def test_save_on_a_full_disk(tmp_path, trained, complaint_of, same):
+def test_save_names_a_full_disk_and_leaves_older_steps(tmp_path, trained, complaint_of, same):
     opt, state = trained
     save(tmp_path, state(), step=1)
     with full_disk():
@@ -343,7 +343,7 @@ def test_leftovers_of_killed_writers_go(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "1", "mine.txt"]
 
 
-def test_after_close(tmp_path, complaint_of):
+def test_saving_after_close_is_refused(tmp_path, complaint_of):
     checkpoints = Checkpoints(tmp_path, 1, 1)
     checkpoints.close()
     checkpoints.close()
@@ -373,13 +373,13 @@ def test_after_close(tmp_path, complaint_of):
         ),
     ],
 )
-def test_bad_arguments(arguments, kind, message, tmp_path, complaint_of):
+def test_bad_arguments_are_refused(arguments, kind, message, tmp_path, complaint_of):
     arguments = {"directory": tmp_path / "run", "every": 1, "keep": 1} | arguments
     assert complaint_of(lambda: Checkpoints(**arguments), kind) == message
     assert not (tmp_path / "run").exists()
 
 
-def test_bad_things_to_save(tmp_path, complaint_of):
+def test_values_that_cannot_be_stored_are_refused(tmp_path, complaint_of):
     with Checkpoints(tmp_path, 1, 1) as checkpoints:
         assert (
             complaint_of(

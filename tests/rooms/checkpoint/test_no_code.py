@@ -150,7 +150,7 @@ def test_nothing_is_pickled_or_unpickled_on_the_way(mode):
     )
 
 
-def test_the_payload_works(tmp_path):
+def test_a_pickle_of_the_payload_runs_its_code(tmp_path):
     pickle.loads(pickle.dumps(Payload(tmp_path / "run")))
     assert (tmp_path / "run").is_dir()
 

@@ -337,7 +337,7 @@ def test_an_abstract_state_is_filled_as_it_is_placed(
         ),
     ],
 )
-def test_what_nothing_can_be_restored_into(target, listed, tmp_path, complaint_of):
+def test_a_target_without_shapes_or_shardings_is_refused(target, listed, tmp_path, complaint_of):
     requirement = "target must be an optimizer, or a pytree of jax.ShapeDtypeStruct with shardings."
     fix = (
         "Fix: pass opt, or opt.abstract_state(abstract_params); or make leaves by"
@@ -368,7 +368,7 @@ def test_an_abstract_state_has_its_parameters_already(tmp_path, trained, complai
     assert message == "restore: abstract_params are for an optimizer, not for an abstract state."
 
 
-def test_what_is_not_there(tmp_path, trained, complaint_of):
+def test_a_missing_checkpoint_or_step_is_named(tmp_path, trained, complaint_of):
     opt, state = trained
 
     def missing(*args, **how):

@@ -22,7 +22,7 @@ def damage_of(complaint_of):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, trained):
+def intact_run(tmp_path_factory, trained):
     """A folder with steps 1, 2 and 3."""
     folder, (_, state) = tmp_path_factory.mktemp("whole"), trained
     for step in (1, 2, 3):
@@ -31,9 +31,9 @@ def whole(tmp_path_factory, trained):
 
 
 @pytest.fixture
-def run(whole, tmp_path):
+def run(intact_run, tmp_path):
     """A copy of it to spoil."""
-    return shutil.copytree(whole, tmp_path / "run")
+    return shutil.copytree(intact_run, tmp_path / "run")
 
 
 def find(step_folder, kind):
@@ -174,7 +174,7 @@ def test_a_checkpoint_of_a_newer_format_says_so(run, trained, complaint_of):
     )
 
 
-def test_random_bytes_anywhere(run, trained, damage_of):
+def test_random_flips_anywhere_are_found(run, trained, damage_of):
     """Thirty flips at random places of random files, weighted by nothing: each is found."""
     draw = np.random.default_rng(0)
     files = sorted(path for path in (run / "3").rglob("*") if path.is_file())

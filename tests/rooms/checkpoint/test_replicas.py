@@ -33,7 +33,7 @@ def test_one_rule_for_every_dtype(rule):
     assert merge_replicas(stacked.T, axis=1).tolist() == merged
 
 
-def test_of_random_keys_the_first_is_taken():
+def test_the_first_of_several_random_keys_is_taken():
     assert jnp.array_equal(jax.random.key_data(merge_replicas(KEYS)), jax.random.key_data(KEYS[0]))
 
 

@@ -117,12 +117,12 @@ def test_donated_states_are_refused(tmp_path, trained, steps_on, complaint_of):
         ),
     ],
 )
-def test_bad_arguments(arguments, kind, message, tmp_path, complaint_of):
+def test_bad_arguments_are_refused(arguments, kind, message, tmp_path, complaint_of):
     arguments = {"directory": tmp_path} | arguments
     assert complaint_of(lambda: save(**arguments), kind) == message
 
 
-def test_a_file_where_the_folder_should_be(tmp_path, complaint_of):
+def test_a_file_where_the_folder_should_be_is_refused(tmp_path, complaint_of):
     (tmp_path / "run").write_text("I am a file")
     assert (
         complaint_of(lambda: save(tmp_path / "run", {"a": jnp.ones(2)}, step=1))

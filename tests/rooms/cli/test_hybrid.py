@@ -190,15 +190,15 @@ def test_what_makes_no_sense_is_refused_before_anything_compiles(
     assert not folder.exists()
 
 
-def make(where=HYBRID, batch_size=16, layers=None, **pipeline):
+def make(where_options=HYBRID, batch_size=16, layers=None, **pipeline):
     options = TrainOptions(
-        where=where,
+        where=where_options,
         pipeline=PipelineOptions(**pipeline),
         model=ModelOptions(layers=layers),
         training=TrainingOptions(batch_size=batch_size),
     )
     check_options(options)
-    mesh = mesh_of(where.mesh, jax.devices(), pipelined=where.strategy == "hybrid")
+    mesh = mesh_of(where_options.mesh, jax.devices(), pipelined=where_options.strategy == "hybrid")
     options = fitted(options, mesh)
     config = gpt.config(num_layers=options.model.layers)
     return (

@@ -45,7 +45,7 @@ def test_options_are_a_dict(mesh_of):
         ("cpu", False, None),
     ],
 )
-def test_what_chips_are_told(kind, offloads, vmem_mib):
+def test_each_chip_gets_the_options_of_its_kind(kind, offloads, vmem_mib):
     devices = np.array([types.SimpleNamespace(device_kind=kind)])
     options = so.runtime.compiler_options(
         types.SimpleNamespace(devices=devices, shape={"data": devices.size})

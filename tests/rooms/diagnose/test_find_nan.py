@@ -42,7 +42,9 @@ def line_of(function, text):
         ("zero1", {"replica": 2, "data": 2}, {"view": "global"}),
     ],
 )
-def test_forward(strategy, mesh, options, mesh_of):
+def test_a_nan_of_the_forward_pass_is_found_with_its_row_and_device(
+    strategy, mesh, options, mesh_of
+):
     """A row whose NaN is masked is no finding.
 
     The row with the other NaN is, with the device that holds it.

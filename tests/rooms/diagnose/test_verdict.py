@@ -79,7 +79,7 @@ def test_equal_sums_have_no_verdict():
 @pytest.mark.parametrize(
     ("column", "phase"), [(2, GRADIENT), (3, REDUCTION), (5, UPDATE), (7, WRITTEN)]
 )
-def test_one_wrong_result_of_one_device(count, column, phase):
+def test_one_wrong_result_names_its_device(count, column, phase):
     """Whatever it spreads to later: here all devices write another state."""
     spread = [(position, 7) for position in range(count)] if phase != WRITTEN else []
     verdict = judge(runs(count, first=[(1, column), *spread]), {"data": count})
@@ -87,7 +87,7 @@ def test_one_wrong_result_of_one_device(count, column, phase):
 
 
 @pytest.mark.parametrize("count", [3, 4, 8])
-def test_a_device_that_is_always_wrong(count):
+def test_a_device_that_is_always_wrong_is_named(count):
     assert judge(runs(count, by_device=[(2, 2)]), {"data": count}) == Verdict(GRADIENT, NAMED, (2,))
 
 

@@ -101,12 +101,12 @@ def test_a_sparse_core_start_without_a_collective_is_reported(libtpu):
     assert line in str(caught.value)
 
 
-def program(*lines, more="", partitions=8):
+def program(*lines, computations="", partitions=8):
     return (
         f"HloModule m, is_scheduled=true, num_partitions={partitions}\n\n%add (a: f32[], b: f32[])"
         " -> f32[] {\n  %a = f32[] parameter(0)\n  %b = f32[] parameter(1)\n  ROOT %sum = f32[]"
-        f" add(%a, %b)\n}}\n{more}\nENTRY %main (p: f32[16]) -> f32[16] {{\n  %p = f32[16]{{0}}"
-        " parameter(0)\n"
+        f" add(%a, %b)\n}}\n{computations}\n"
+        "ENTRY %main (p: f32[16]) -> f32[16] {\n  %p = f32[16]{0} parameter(0)\n"
         + "".join(f"  {line}\n" for line in lines)
         + "  ROOT %out = f32[16]{0} copy(%p)\n}\n"
     )
@@ -193,7 +193,7 @@ def test_a_wrapped_collective_counts_once():
         "%u = ((f32[16]{0}), f32[2]{0}, u32[]) async-update(%s), calls=%wrapped",
         "%d = f32[2]{0} async-done(%u), calls=%wrapped",
     )
-    collectives = audit(program(*lines, more=wrapped), mesh={"data": 8}).collectives
+    collectives = audit(program(*lines, computations=wrapped), mesh={"data": 8}).collectives
     assert [
         (collective.kind, collective.bytes, collective.asynchronous) for collective in collectives
     ] == [("reduce-scatter", 64, True)]
@@ -208,12 +208,12 @@ def test_a_computation_that_is_called_twice_counts_twice():
         "%x = f32[16]{0} call(%p), to_apply=%called",
         "%y = f32[16]{0} call(%x), to_apply=%called",
     )
-    assert audit(program(*lines, more=called), mesh={"data": 8}).total.calls == 2
+    assert audit(program(*lines, computations=called), mesh={"data": 8}).total.calls == 2
     branches = (
         "%x = f32[16]{0} conditional(%go, %p, %p), true_computation=%called,"
         " false_computation=%called"
     )
-    collectives = audit(program(branches, more=called), mesh={"data": 8}).collectives
+    collectives = audit(program(branches, computations=called), mesh={"data": 8}).collectives
     assert [collective.conditional for collective in collectives] == [True, True]
 
 
@@ -222,7 +222,7 @@ def test_computations_that_nobody_calls_do_not_count():
         "%dead (q: f32[16]) -> f32[16] {\n  %q = f32[16]{0} parameter(0)\n"
         f"  ROOT %ar = f32[16]{{0}} all-reduce(%q), {ALL}, to_apply=%add\n}}\n"
     )
-    assert audit(program(more=dead), mesh={"data": 8}).collectives == ()
+    assert audit(program(computations=dead), mesh={"data": 8}).collectives == ()
 
 
 def test_the_tpus_fusion_of_all_reduce_and_slice_is_a_reduce_scatter():
@@ -236,7 +236,7 @@ def test_the_tpus_fusion_of_all_reduce_and_slice_is_a_reduce_scatter():
         " dynamic-slice(%ar, %at), dynamic_slice_sizes={4}\n}\n"
     )
     line = "%s = f32[4]{0:T(128)} fusion(%p), kind=kCustom, calls=%all-reduce-scatter"
-    collectives = audit(program(line, more=fused), mesh={"data": 8}).collectives
+    collectives = audit(program(line, computations=fused), mesh={"data": 8}).collectives
     assert [
         (collective.kind, collective.bytes, collective.wire_bytes) for collective in collectives
     ] == [("reduce-scatter", 128, 112)]

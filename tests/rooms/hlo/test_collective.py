@@ -69,7 +69,9 @@ MODES = [
 @pytest.mark.parametrize(
     ("replicas", "partitions", "is_global", "channel", "kind", "groups"), MODES
 )
-def test_what_an_id_means(replicas, partitions, is_global, channel, kind, groups):
+def test_ids_of_groups_follow_the_kind_of_the_collective(
+    replicas, partitions, is_global, channel, kind, groups
+):
     words = {"replica_groups": IDS}
     words |= {"use_global_device_ids": "true"} if is_global else {}
     words |= {"channel_id": "1"} if channel else {}
@@ -111,7 +113,7 @@ def test_the_pairs_of_a_permute_have_what_stays(replicas, partitions, channel, p
         (((0, 1), (2,), (3,)), None),  # unequal sizes
     ],
 )
-def test_axes_of_groups(groups, axes):
+def test_groups_have_the_axes_they_go_over(groups, axes):
     assert axes_of_groups(groups, {"a": 2, "b": 2, "c": 2}) == axes
 
 
@@ -138,7 +140,7 @@ def test_half_of_an_axis_is_not_the_axis():
         (((0,), (1,)), None),
     ],
 )
-def test_axis_of_parts(groups, axis):
+def test_groups_within_an_axis_have_this_axis(groups, axis):
     assert axis_of_parts(groups, {"short": 2, "long": 6}) == axis
 
 

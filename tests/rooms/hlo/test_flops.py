@@ -20,7 +20,7 @@ def program(line, operands="f32[2,3], f32[3,4]", computations=""):
     )
 
 
-def test_products_loops_and_nested_loops():
+def test_products_in_nested_loops_count_as_often_as_loops_turn():
     def step(x, _):
         return jax.lax.scan(lambda x, _: (jnp.tanh(x @ x), None), x, None, length=3)[0], None
 
@@ -28,13 +28,13 @@ def test_products_loops_and_nested_loops():
     assert inner_product_flops(run.lower(jnp.ones((32, 32))).compile()) == 13 * 2 * 32**3
 
 
-def test_batched_products():
+def test_batched_products_count_each_batch():
     run = jax.jit(lambda x, y: jnp.einsum("btd,bsd->bts", x, y))
     compiled = run.lower(jnp.ones((2, 8, 16)), jnp.ones((2, 4, 16))).compile()
     assert inner_product_flops(compiled) == 2 * 2 * 8 * 4 * 16
 
 
-def test_of_a_branch_the_dearest_counts():
+def test_the_branch_with_most_flops_counts():
     run = jax.jit(lambda x: jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x))
     assert inner_product_flops(run.lower(jnp.ones((16, 16))).compile()) == 2 * 2 * 16**3
 
@@ -149,7 +149,7 @@ def test_a_loop_of_unknown_length_is_not_guessed():
         ),
     ],
 )
-def test_single_instructions(line, operands, flops):
+def test_each_instruction_has_its_flops(line, operands, flops):
     assert inner_product_flops(program(line, operands)) == flops
 
 

@@ -94,11 +94,11 @@ def test_what_is_not_hlo_is_refused(text, lacks):
         ("()", 0),
     ],
 )
-def test_bytes_of_shapes(shape, size):
+def test_shapes_have_their_bytes(shape, size):
     assert nbytes(shape) == size
 
 
-def test_elements_and_arrays_of_tuples():
+def test_tuples_are_split_into_elements_and_arrays():
     shape = "((f32[4]{0}, f32[2,2]{1,0:T(8,128)}), (f32[8]{0}), u32[])"
     assert elements(shape) == ("(f32[4]{0}, f32[2,2]{1,0:T(8,128)})", "(f32[8]{0})", "u32[]")
     assert arrays(shape) == ["f32[4]", "f32[2,2]", "f32[8]", "u32[]"]

@@ -157,7 +157,7 @@ def test_all_turns_of_a_loop_count():
         Interpreter(module, limit=interpreter.computed - 10_000).run(inputs)
 
 
-def test_a_sum_and_its_copies():
+def test_a_sum_has_equal_copies_and_other_copies_are_refused():
     shards = np.array([[1, 2], [3, 4]], np.float32)
     (total,) = interpret(SUM, [shards])
     np.testing.assert_array_equal(total, [[4, 6], [4, 6]])

@@ -128,7 +128,7 @@ def test_what_travels_together_is_summed():
 
 # XLA:CPU widens bfloat16 and float8 before a collective, so they are in test_hlo_text.py only
 @pytest.mark.parametrize("dtype", ["bool", "int8", "int32", "uint32", "float16", "float32"])
-def test_bytes_of_other_types(dtype):
+def test_bytes_follow_the_dtype(dtype):
     mesh = make_mesh({"data": 8})
     table_rows = rows(lambda x: lax.all_gather(x, "data", tiled=True), mesh, X.astype(dtype))
     size = jnp.dtype(dtype).itemsize * 64 * 16 * 8
@@ -393,7 +393,7 @@ def test_pmap_is_a_mesh_of_one_axis():
     ]
 
 
-def test_the_table():
+def test_the_table_has_a_row_for_each_collective():
     report = look(nested, make_mesh(SHAPES[1]))
     lines = str(report).splitlines()
     assert lines[0] == "jit_nested: 3 collectives on data=4, tensor=2"

@@ -100,7 +100,7 @@ def count(**changes):
         ({"known": ', metadata={op_name="jit(f)/one_turn/while/body/while"}'}, 7),
     ],
 )
-def test_trip_counts(changes, trips):
+def test_conditions_give_trip_counts(changes, trips):
     assert count(**changes) == trips
 
 

@@ -82,27 +82,27 @@ class EquinoxBatchNorm(eqx.Module):
 
     weight: jax.Array
     bias: jax.Array
-    kept: eqx.nn.StateIndex
+    statistics: eqx.nn.StateIndex
 
     def __init__(self, size):
         self.weight, self.bias = jnp.ones(size), jnp.zeros(size)
-        self.kept = eqx.nn.StateIndex((jnp.zeros(size), jnp.ones(size)))
+        self.statistics = eqx.nn.StateIndex((jnp.zeros(size), jnp.ones(size)))
 
     def __call__(self, x, state, *, inference=False):
-        before = state.get(self.kept)
+        before = state.get(self.statistics)
         if inference:
             return normalised(x, *before, self.weight, self.bias, 1e-5), state
         now = moments(x)
         after = tuple(0.9 * old + 0.1 * new for old, new in zip(before, now, strict=True))
-        return normalised(x, *now, self.weight, self.bias, 1e-5), state.set(self.kept, after)
+        return normalised(x, *now, self.weight, self.bias, 1e-5), state.set(self.statistics, after)
 
 
-def linen_model(own):
+def linen_model(is_custom):
     class Net(linen.Module):
         @linen.compact
         def __call__(self, x):
             x = linen.Dense(8)(x)
-            x = (LinenBatchNorm if own else linen.BatchNorm)(
+            x = (LinenBatchNorm if is_custom else linen.BatchNorm)(
                 use_running_average=False, momentum=0.9, name="norm"
             )(x)
             return linen.Dense(2)(jnp.tanh(x))
@@ -116,11 +116,11 @@ def linen_model(own):
     return variables["params"], variables["batch_stats"], forward
 
 
-def nnx_model(own):
+def nnx_model(is_custom):
     class Net(nnx.Module):
         def __init__(self, rngs):
             self.up, self.down = nnx.Linear(6, 8, rngs=rngs), nnx.Linear(8, 2, rngs=rngs)
-            self.norm = (NnxBatchNorm if own else nnx.BatchNorm)(8, momentum=0.9, rngs=rngs)
+            self.norm = (NnxBatchNorm if is_custom else nnx.BatchNorm)(8, momentum=0.9, rngs=rngs)
 
         def __call__(self, x):
             return self.down(jnp.tanh(self.norm(self.up(x))))
@@ -134,16 +134,16 @@ def nnx_model(own):
     return params, stats, forward
 
 
-def haiku_model(own):
+def haiku_model(is_custom):
     def net(x):
-        norm = (HaikuBatchNorm if own else hk.BatchNorm)(True, True, 0.9, name="norm")
+        norm = (HaikuBatchNorm if is_custom else hk.BatchNorm)(True, True, 0.9, name="norm")
         return hk.Linear(2)(jnp.tanh(norm(hk.Linear(8)(x), is_training=True)))
 
     net = hk.without_apply_rng(hk.transform_with_state(net))
     return *net.init(jax.random.key(0), X), net.apply
 
 
-def equinox_model(own):
+def equinox_model(is_custom):
     class Net(eqx.Module):
         up: eqx.nn.Linear
         down: eqx.nn.Linear
@@ -153,13 +153,13 @@ def equinox_model(own):
             self.up, self.down = eqx.nn.Linear(6, 8, key=key), eqx.nn.Linear(8, 2, key=key)
             self.norm = (
                 EquinoxBatchNorm(8)
-                if own
+                if is_custom
                 else eqx.nn.BatchNorm(8, "rows", momentum=0.9, mode="batch")
             )
 
         def __call__(self, x, state):
             x = jax.vmap(self.up)(x)
-            if own:
+            if is_custom:
                 x, state = self.norm(x, state)
             else:
                 x, state = jax.vmap(
@@ -191,8 +191,8 @@ def test_equals_the_librarys_own_layer_on_one_device(model, mesh_of, x64):
 
         return loss_fn
 
-    params, stats, forward = model(own=False)
-    params, stats, differences, custom_model = wide(params), wide(stats), [], model(own=True)
+    params, stats, forward = model(is_custom=False)
+    params, stats, differences, custom_model = wide(params), wide(stats), [], model(is_custom=True)
     grad = jax.jit(
         jax.value_and_grad(
             lambda *args: loss_of(forward)({"params": args[0], "stats": args[1]}, args[2]),

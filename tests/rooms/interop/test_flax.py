@@ -135,7 +135,7 @@ def test_stacked_blocks_the_order_of_names_and_several_names_a_dim():
         ),
     ],
 )
-def test_what_is_refused(specs, axes, error, message):
+def test_bad_input_is_refused(specs, axes, error, message):
     with pytest.raises(error) as caught:
         so.interop.rules_from_logical_axes(specs, axes)
     assert str(caught.value) == message

@@ -189,7 +189,7 @@ def test_a_model_with_its_keys_passed_as_parameters_is_refused(mesh_of):
         ),
     ],
 )
-def test_what_is_refused(call, error, message):
+def test_bad_input_is_refused(call, error, message):
     with pytest.raises(error) as caught:
         call()
     assert str(caught.value) == message

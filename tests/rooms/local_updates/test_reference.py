@@ -101,7 +101,7 @@ CASES = {
     "case",
     tiered(CASES, lambda case: case == "four replicas", fast=lambda case: case == "four replicas"),
 )
-def test_diloco(case, compare, x64):
+def test_diloco_equals_its_reference(case, compare, x64):
     name, sizes, how, extra_options = CASES[case]
     compare(name, sizes=sizes, how=how, steps=2 * how["sync_every"] + 1, **extra_options)
 
@@ -117,5 +117,5 @@ def test_diloco(case, compare, x64):
         lambda row: row[0] == "fsdp",
     ),
 )
-def test_local_sgd(name, sizes, how, compare, x64):
+def test_local_sgd_equals_its_reference(name, sizes, how, compare, x64):
     compare(name, sizes=sizes, how=how, steps=7, combine=so.local_sgd, outer=SGD_ONE)

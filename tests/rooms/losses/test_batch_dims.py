@@ -164,7 +164,7 @@ BLOCKS = so.BlockModel(
         lambda row: "pipeline" in row[0],
     ),
 )
-def test_blocks(mesh, view, mesh_of, x64):
+def test_blocks_with_other_batch_dims_train_as_one_device(mesh, view, mesh_of, x64):
     def loss(params, batch):
         weighted_loss = BLOCKS.loss_fn(params, batch)
         return weighted_loss.total / weighted_loss.weight
@@ -239,7 +239,7 @@ def test_positions_are_the_other_dim(mesh_of, x64):
     assert placed == {"frames": P("context", "data"), "targets": P("context", "data"), "table": P()}
 
 
-def test_where_leaves_live(mesh_of):
+def test_leaves_are_split_along_their_batch_dim(mesh_of):
     opt = so.ddp(TX, mesh_of(data=4), weighted, batch_dims=[*DIMS, ("frames", 2)])
     specs = jax.tree.map(
         lambda x: x.sharding.spec, place_batch(opt.config, batches()[0] | {"offset": np.float32(1)})

@@ -104,7 +104,7 @@ def block_params():
     ],
     ids=str,
 )
-def test_blocks_that_mix_rows(strategy, sizes, remat, mesh_of, x64):
+def test_blocks_that_mix_rows_equal_one_device(strategy, sizes, remat, mesh_of, x64):
     tx, model = OPTIMIZERS["clip_adamw"](), MODEL._replace(remat=remat)
     rules = RULES if "tensor" in sizes else ()
     opt = STRATEGIES[strategy](tx, mesh_of(**sizes), model, rules=rules, view="global")
@@ -112,7 +112,7 @@ def test_blocks_that_mix_rows(strategy, sizes, remat, mesh_of, x64):
 
 
 @pytest.mark.slow
-def test_hybrid_on_one_stage(mesh_of, x64):
+def test_hybrid_on_one_stage_equals_one_device(mesh_of, x64):
     tx = OPTIMIZERS["momentum"]()
     opt = so.hybrid(
         tx, mesh_of(data=8), MODEL, micro_batches=1, min_shard_elements=8, view="global"
@@ -396,7 +396,7 @@ SENT = {
 
 
 @pytest.mark.parametrize("way", tiered(SENT, lambda way: way == "fsdp"))
-def test_what_the_partitioner_is_seen_to_send(way, mesh_of):
+def test_the_partitioner_sends_the_bytes_of_the_table(way, mesh_of):
     strategy, sizes = WAYS[way]
     model = MODEL._replace(block=lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"])
     shapes = {"blocks": {"up": (4, 64, 256), "down": (4, 256, 64)}, "in": (16, 64), "out": (64, 16)}
@@ -426,7 +426,7 @@ def refused(build):
     return str(caught.value)
 
 
-def test_refusals(mesh_of):
+def test_bad_input_is_refused(mesh_of):
     loss_fn, tx = LOSSES["clip"].loss_fn, optax.sgd(0.1)
     fix = (
         "Fix: use view='auto' (chosen by a proof), 'per_device' (each device runs the loss on its"

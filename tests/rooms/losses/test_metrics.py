@@ -55,7 +55,9 @@ def block_loss(outer, x, batch):
     return x.mean(), told(batch["x"], batch["mask"])
 
 
-BLOCKS = so.BlockModel(lambda outer, batch: batch["x"], lambda one, x: x * one[None], block_loss)
+BLOCKS = so.BlockModel(
+    lambda outer, batch: batch["x"], lambda scale, x: x * scale[None], block_loss
+)
 PARAMS = {"blocks": np.ones((2, 4))}
 
 
@@ -93,7 +95,7 @@ def test_nan_of_one_device_is_the_extreme_of_all(mesh_of):
     ],
     ids=str,
 )
-def test_of_each_kind(options, mesh_of, x64):
+def test_metrics_of_each_kind_are_combined(options, mesh_of, x64):
     opt = so.fsdp(optax.sgd(0.1), mesh_of(replica=2, data=2), loss_fn, **options)
     state = opt.init(np.ones(()))
     check(opt.evaluate(state, X))
@@ -101,14 +103,14 @@ def test_of_each_kind(options, mesh_of, x64):
 
 
 @pytest.mark.slow  # contract/test_hybrid_features.py has most kinds
-def test_of_each_kind_in_a_pipeline(mesh_of, x64):
+def test_a_pipeline_combines_metrics_of_each_kind(mesh_of, x64):
     opt = so.hybrid(optax.sgd(0.1), mesh_of(data=2, pipeline=2), BLOCKS, micro_batches=2)
     state = opt.init(PARAMS)
     check(opt.evaluate(state, X))
     check(opt.step(state, X)[1])
 
 
-def test_of_replicas_that_train_apart(mesh_of, x64):
+def test_replicas_that_train_apart_average_their_metrics(mesh_of, x64):
     opt = so.local_sgd(so.ddp(optax.sgd(0.1), mesh_of(replica=2, data=2), loss_fn), sync_every=2)
     metrics = opt.step(opt.init(np.ones(())), X)[1]
     union_metrics, *halves = (

@@ -277,7 +277,7 @@ def named(loss_fn, uses):
         ),
     ],
 )
-def test_the_message_of_a_refusal(loss_fn, cut, why, uses):
+def test_a_refusal_names_the_reason_and_the_uses(loss_fn, cut, why, uses):
     opt = so.ddp(
         optax.sgd(0.1),
         so.make_mesh(data=2, devices=jax.devices()[:2]),

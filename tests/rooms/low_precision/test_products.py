@@ -147,7 +147,7 @@ def test_without_a_precision_it_is_einsum():
 
 
 @pytest.mark.fast
-def test_what_is_refused():
+def test_bad_input_is_refused():
     x = jnp.ones((2, 3))
     for subscripts in ("td,dt->t", "td,df", "td,ef->tdef", "td,df->t", "td->dt", "t.,.f->tf"):
         message = (

@@ -393,7 +393,7 @@ def test_each_device_computes_its_share_of_the_update(optimizer_name, layers, me
 @pytest.mark.parametrize(
     ("blocks", "lower_bound", "upper_bound"), [(0, 1.5, 1.82), (6, 2.2, 2.9), (8, 1, 1.09)]
 )
-def test_what_soap_sends_where_its_state_is_not_with_its_matrices(
+def test_soap_sends_the_bytes_of_the_docs_compared_with_adam(
     blocks, lower_bound, upper_bound, mesh_of
 ):
     """The figures of docs/matrices.md, for eight squares and for blocks."""

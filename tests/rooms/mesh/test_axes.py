@@ -124,7 +124,7 @@ def test_slices_are_put_on_replica_and_data():
         ({"data": True}, TypeError, "make_mesh: data must be an integer, got True (bool)."),
     ],
 )
-def test_refusals(requested_sizes, error, message):
+def test_bad_input_is_refused(requested_sizes, error, message):
     with pytest.raises(error) as caught:
         so.make_mesh(**requested_sizes)
     assert str(caught.value) == message

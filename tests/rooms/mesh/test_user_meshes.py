@@ -244,7 +244,7 @@ def test_a_name_that_ends_the_process_in_xla_is_refused(name):
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), REFUSED)
-def test_refusals(call, kind, message):
+def test_bad_input_is_refused(call, kind, message):
     with pytest.raises(kind) as error:
         call()
     assert str(error.value) == message

@@ -62,7 +62,7 @@ WAYS = {
         lambda row: (row[0] == "splash" and row[1] != "packed") or row[1] in ("window", "packed"),
     ),
 )
-def test_values(way, implementation):
+def test_attention_equals_plain_softmax(way, implementation):
     args, how = drawn(), WAYS[way]
     output = jax.jit(functools.partial(so.nn.attention, **how, implementation=implementation))(
         *args
@@ -144,7 +144,7 @@ def test_kernels_run_on_local_rows_and_heads(groups, sizes, mesh_of):
         ),
     ],
 )
-def test_refusals(how, message):
+def test_bad_input_is_refused(how, message):
     args = drawn(8, groups=how.pop("groups", G))
     with pytest.raises(ValueError, match="attention") as caught:
         so.nn.attention(*args, **how)

@@ -79,7 +79,7 @@ def test_it_equals_one_device(row, x64, monkeypatch):
         ids=str,
     ),
 )
-def test_beside_data_and_tensor(sizes, how, x64):
+def test_context_next_to_data_and_tensor_equals_one_device(sizes, how, x64):
     how = dict(how)
     batch = drawn(rows=4, groups=4, packed=how.pop("packed", False))
     assert difference(mesh_of(**sizes), batch, **how) < 1e-10
@@ -88,7 +88,7 @@ def test_beside_data_and_tensor(sizes, how, x64):
 @pytest.mark.parametrize(
     "method", tiered(["ring", "all_to_all", "all_gather"], lambda method: method == "ring")
 )
-def test_in_the_global_view(method, x64):
+def test_attention_in_the_global_view_equals_one_device(method, x64):
     """Everything is left to the partitioner: the layer makes its own region over rows, positions
     and heads.
     """
@@ -103,7 +103,7 @@ def test_in_the_global_view(method, x64):
 @pytest.mark.parametrize(
     "method", tiered(["ring", "all_to_all", "all_gather"], lambda method: method == "ring")
 )
-def test_in_a_branch_that_one_stage_takes(method, x64):
+def test_attention_in_a_branch_that_one_stage_takes_ends(method, x64):
     """A pipeline runs blocks in a `cond` on the stage: a collective that waits for all devices
     would never return.
     """
@@ -141,7 +141,7 @@ def test_in_a_branch_that_one_stage_takes(method, x64):
         ids=str,
     ),
 )
-def test_blocks_by_splash(context, how):
+def test_splash_over_context_equals_one_device(context, how):
     how = dict(how)
     shape = {"length": 128 * context, "heads": 4, "groups": 2, "packed": how.pop("packed", False)}
     batch = drawn(**shape, dtype=np.float32)
@@ -324,7 +324,7 @@ REPEAT = "repeat the heads of keys and values, or take"
         ),
     ],
 )
-def test_refusals(groups, how, error, message, x64):
+def test_bad_input_is_refused(groups, how, error, message, x64):
     mesh, batch = mesh_of(context=4), drawn(groups=groups)
 
     def f(q, k, v):
@@ -347,7 +347,7 @@ def test_a_row_that_context_does_not_divide_is_refused_in_the_global_view():
         jax.eval_shape(so.mesh.on_mesh(mesh, results), batch)
 
 
-def test_positions_on_one_device():
+def test_positions_in_another_order_attend_as_in_their_own():
     """What stands in another order attends as it would in its own."""
     batch, take = drawn(dtype=np.float32), np.random.default_rng(1).permutation(32)
     moved = jax.tree.map(lambda x: x[:, take], batch) | {"order": take[None].repeat(2, axis=0)}
@@ -383,7 +383,9 @@ def test_the_check_of_losses_sees_plain_attention_under_one_name():
         (4096, 32, 8, 8, {"implementation": "splash"}, "all_to_all"),
     ],
 )
-def test_the_method_by_default(length, heads, groups, context, how, chosen):
+def test_the_default_method_follows_length_heads_and_context(
+    length, heads, groups, context, how, chosen
+):
     how = dict(how)
     window = how.pop("window", None)
     hops = ring.ring_of(

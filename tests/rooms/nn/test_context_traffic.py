@@ -174,7 +174,7 @@ def test_a_ring_that_is_kept_by_name_does_not_run_again():
 
 
 @pytest.mark.slow
-def test_replicas_that_train_apart(x64):
+def test_rings_of_replicas_that_train_apart_stay_within_a_replica(x64):
     """`local_sgd` maps a step over replicas: every ring stays in its own."""
     mesh, batch = mesh_of(data=2, context=4), drawn(rows=2)
     replica_results = functools.partial(results, method="ring")

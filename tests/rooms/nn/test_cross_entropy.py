@@ -67,13 +67,13 @@ def test_logits_are_rounded_where_that_is_asked_for(chunk):
     assert np.abs(losses - minus_log_probability(logits)).max() > 1e-3
 
 
-def test_of_what_is_as_large_as_logits_only_rounded_ones_are_kept():
+def test_only_rounded_logits_are_kept():
     _, residuals = jax.vjp(
         lambda x: so.nn.cross_entropy(x, HEAD, TARGETS, logits_dtype=jnp.bfloat16), X
     )
     assert [x.dtype for x in jax.tree.leaves(residuals) if x.size == B * T * V] == [jnp.bfloat16]
 
 
-def test_refusals():
+def test_bad_input_is_refused():
     with pytest.raises(ValueError, match=r"^cross_entropy: chunk must be at least 1"):
         so.nn.cross_entropy(X, HEAD, TARGETS, chunk=0)

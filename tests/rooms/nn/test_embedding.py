@@ -151,7 +151,7 @@ def test_gradients_of_a_row_add_up_in_float32(itemsize, mesh_of):
     np.testing.assert_array_equal(state.params["table"], expected)
 
 
-def test_ids_outside_of_the_table(mesh_of):
+def test_ids_outside_of_the_table_give_nan(mesh_of):
     model = MODEL._replace(embed=lambda o, b: so.nn.embedding(o["table"], b["ids"]))
     batch = batches_of(1, dtype=np.float32)[0]
     batch["ids"][-1, -1] = VOCAB

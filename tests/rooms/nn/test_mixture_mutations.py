@@ -92,7 +92,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_it_is_noticed(broken, x64, monkeypatch):
+def test_each_mutation_is_noticed(broken, x64, monkeypatch):
     args = drawn()
     wanted = on_one_device(args, top_k=2)
     if broken is not None:

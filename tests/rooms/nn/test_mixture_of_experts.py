@@ -43,7 +43,7 @@ def test_equals_tokens_one_by_one(name, x64):
 
 
 @pytest.mark.slow  # test_equals_tokens_one_by_one, without ties
-def test_ties_and_an_expert_without_tokens(x64):
+def test_ties_take_the_first_experts_and_others_get_no_gradient(x64):
     args = drawn()
     # all scores equal: the first two experts of each token
     args["router"] = np.tile(args["router"][:, :1], 8)
@@ -184,7 +184,7 @@ def test_a_loss_is_shown_to_be_a_mean_over_positions(mesh_of, x64):
     ],
     ids=lambda value: next(reversed(value)) if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_what_cannot_be_is_refused(change, kind, message):
+def test_bad_arguments_are_refused(change, kind, message):
     args = drawn()
     arguments = {name: args[name] for name in ("weights", "x", "router")} | change
     with pytest.raises(kind, match=f"^{re.escape('mixture_of_experts: ' + message)}$"):

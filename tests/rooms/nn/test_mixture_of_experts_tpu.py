@@ -92,7 +92,7 @@ def test_tiles_are_no_larger_than_groups():
     assert of(300, 2)[0] == 256  # 150 to whole lanes
 
 
-def test_what_a_step_does_not_hold():
+def test_a_step_holds_no_cast_stack_of_blocks():
     """A step holds no stack of blocks in the dtype of gathers, and no gradient of the loss next to
     the blocks.
     """

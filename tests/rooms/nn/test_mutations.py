@@ -91,7 +91,7 @@ def gradients_of_keys_not_summed(patch):
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_it_is_noticed(broken, how, x64, monkeypatch):
+def test_each_mutation_is_noticed(broken, how, x64, monkeypatch):
     how = dict(how)
     batch = drawn(groups=8, packed=how.pop("packed", False))
     if broken is not None:

@@ -27,7 +27,7 @@ def test_each_device_counts_from_its_first_position():
     ("order", "wanted"),
     [("zigzag", [[0, 1, 6, 7], [2, 3, 4, 5]]), ("striped", [[0, 2, 4, 6], [1, 3, 5, 7]])],
 )
-def test_orders(order, wanted):
+def test_zigzag_puts_positions_in_the_named_order(order, wanted):
     mesh = mesh_of(context=2)
     batch = {
         "tokens": np.arange(16).reshape(2, 8),
@@ -56,7 +56,7 @@ def test_zigzag_balances_causal_work(context):
     assert len(set(work)) == 1
 
 
-def test_refusals():
+def test_bad_input_is_refused():
     mesh = mesh_of(context=4)
 
     def refused(message, batch, **how):

@@ -176,7 +176,7 @@ LIST = (
 )
 REFUSED = {
     "one strategy": (
-        lambda made: {"strategies": made[0]},
+        lambda island_list: {"strategies": island_list[0]},
         TypeError,
         (
             "async_local_sgd: strategies must be a sequence of synchronous strategies, got"
@@ -184,12 +184,12 @@ REFUSED = {
         ),
     ),
     "none": (
-        lambda made: {"strategies": []},
+        lambda island_list: {"strategies": []},
         ValueError,
         f"async_local_sgd: strategies must be at least 1, got none.\n{LIST}",
     ),
     "no strategy": (
-        lambda made: {"strategies": [made[0], optax.sgd(0.1)]},
+        lambda island_list: {"strategies": [island_list[0], optax.sgd(0.1)]},
         TypeError,
         (
             "async_local_sgd: strategies[1] must be a synchronous strategy, got"
@@ -197,7 +197,7 @@ REFUSED = {
         ),
     ),
     "devices shared": (
-        lambda made: {"strategies": [made[0], made[0]]},
+        lambda island_list: {"strategies": [island_list[0], island_list[0]]},
         ValueError,
         (
             "async_local_sgd: an island with several devices must have them for itself.\n"
@@ -206,17 +206,17 @@ REFUSED = {
         ),
     ),
     "no steps": (
-        lambda made: {"local_steps": 0},
+        lambda island_list: {"local_steps": 0},
         ValueError,
         "async_local_sgd: local_steps must be at least 1, got 0.",
     ),
     "half steps": (
-        lambda made: {"local_steps": 1.5},
+        lambda island_list: {"local_steps": 1.5},
         TypeError,
         "async_local_sgd: local_steps must be an integer or one for each island, got 1.5 (float).",
     ),
     "steps of three": (
-        lambda made: {"local_steps": [1, 2, 3]},
+        lambda island_list: {"local_steps": [1, 2, 3]},
         ValueError,
         (
             "async_local_sgd: local_steps has 3 numbers for 2 islands.\nFix: pass one number, or"
@@ -224,7 +224,7 @@ REFUSED = {
         ),
     ),
     "negative staleness": (
-        lambda made: {"max_staleness": -1},
+        lambda island_list: {"max_staleness": -1},
         ValueError,
         (
             "async_local_sgd: max_staleness must be at least 0, got -1.\n"
@@ -235,7 +235,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals(name, regression, message_of):
+def test_bad_input_is_refused(name, regression, message_of):
     change, error, message = REFUSED[name]
     island_list = islands(regression.loss_fn)
     options = {"strategies": island_list, "local_steps": 2} | change(island_list)

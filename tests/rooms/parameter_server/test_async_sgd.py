@@ -25,7 +25,7 @@ def ddp(tx, loss_fn, params, batches, data, rng=None):
 @pytest.mark.parametrize(
     ("optimizer", "weighted"), tiered([("momentum", False), ("adamw", True)], lambda row: row[1])
 )
-def test_on_threads(optimizer, weighted, odd, x64):
+def test_threads_without_staleness_equal_ddp(optimizer, weighted, odd, x64):
     case, batches_of = odd(weighted)
     tx = OPTIMIZERS[optimizer]()
     devices = jax.devices()[:1] * WORKERS  # one program for all
@@ -44,9 +44,9 @@ def test_on_threads(optimizer, weighted, odd, x64):
     )
 
 
-# test_on_threads; test_the_mathematics_is_real checks the simulator's gradients
+# test_threads_without_staleness_equal_ddp; test_the_mathematics_is_real checks the simulator's gradients
 @pytest.mark.slow
-def test_in_the_simulator(odd, x64):
+def test_the_simulator_without_staleness_equals_ddp(odd, x64):
     case, batches_of = odd(weighted=True)
     tx = OPTIMIZERS["clip_adamw"]()
     speeds = [so.parameter_server.SimulatedWorker(seconds) for seconds in (5.0, 1.0, 3.0, 1.0)]
@@ -63,7 +63,7 @@ def test_in_the_simulator(odd, x64):
     assert result.metrics["seconds"] == 30.0
 
 
-@pytest.mark.slow  # test_on_threads, and test_replay.py with several devices
+@pytest.mark.slow  # test_threads_without_staleness_equal_ddp, and test_replay.py with several devices
 def test_on_threads_that_drive_several_devices_each(odd, x64):
     case, batches_of = odd(weighted=True)
     tx = OPTIMIZERS["adamw"]()

@@ -253,7 +253,7 @@ def test_a_resumed_run_keeps_its_patience(regression, tmp_path):
     assert result.metrics["evaluations"][0]["step"] == 4
 
 
-def test_refusals(regression, message_of):
+def test_bad_input_is_refused(regression, message_of):
     def run(**options):
         return message_of(
             (TypeError, ValueError),

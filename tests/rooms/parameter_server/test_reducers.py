@@ -67,7 +67,7 @@ def train(
         pytest.param(lambda: R.error_feedback(R.power_sgd(rank=1)), marks=pytest.mark.slow),
     ],
 )
-def test_replay_and_bytes(make):
+def test_runs_with_reducers_replay_and_count_their_bytes(make):
     reducer = make()
     opt, result = train(reducer)
     pushed = result.metrics["pushes"] * R.compressor(reducer).nbytes(start())
@@ -181,7 +181,7 @@ def test_what_is_too_large_for_the_wire_is_named():
         train(R.exact(jnp.float16), data=large)
 
 
-# test_streaming.py has islands with a reducer, test_replay_and_bytes the same codec
+# test_streaming.py has islands with a reducer, test_runs_with_reducers_replay_and_count_their_bytes the same codec
 @pytest.mark.slow
 def test_islands():
     def make(devices):
@@ -200,7 +200,7 @@ def test_islands():
     same_bits(opt.replay(result.log, start(), batches_of), result.params)
 
 
-def test_refusals(message_of):
+def test_bad_input_is_refused(message_of):
     late = R.warm_up(R.power_sgd(), 1)
     for do in (
         lambda: so.async_sgd(optax.sgd(1), loss_fn, workers=1, reducer=late),

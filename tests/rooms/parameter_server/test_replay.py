@@ -35,7 +35,7 @@ RULES = {
         ),
     ],
 )
-def test_threads(rule, max_staleness, regression, tmp_path):
+def test_a_run_on_threads_is_replayed_bit_for_bit(rule, max_staleness, regression, tmp_path):
     tx = optax.adam(0.05)
     devices = jax.devices()[:1] * 3  # one program for all
     opt = so.async_sgd(
@@ -206,7 +206,7 @@ def test_what_is_not_the_run_is_noticed(simulate_really, regression, message_of)
     )
 
 
-def test_other_refusals(regression, message_of):
+def test_replay_refuses_bad_arguments(regression, message_of):
     opt = opt_of(regression, optax.sgd(0.1), workers=1)
     run_args = (regression.params, regression.batches_of(1))
     assert (
@@ -278,7 +278,7 @@ def test_a_log_is_saved_and_loaded(tmp_path):
         ),
     ],
 )
-def test_damaged_files(damage, message, tmp_path, message_of):
+def test_damaged_files_are_refused(damage, message, tmp_path, message_of):
     path = tmp_path / "log.jsonl"
     log = Log({"max_staleness": 0})
     for index in range(8):

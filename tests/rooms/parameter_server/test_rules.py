@@ -54,7 +54,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_formula(name, x64):
+def test_each_rule_follows_its_formula(name, x64):
     """Three workers in random order.
 
     The loss is sum (w^4 + a w), and its gradient is taken at the parameters that the worker pulled.
@@ -181,7 +181,7 @@ def test_the_learning_rate_falls_also_for_optimizers_that_do_not_mind_the_size_o
         ),
     ],
 )
-def test_refusals(make, error, message):
+def test_bad_input_is_refused(make, error, message):
     with pytest.raises(error) as caught:
         make()
     assert str(caught.value) == message

@@ -211,7 +211,7 @@ def test_what_is_not_finite_is_refused_and_named(max_staleness, bad):
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_or_skipped(max_staleness):
+def test_a_push_that_is_not_finite_may_be_skipped(max_staleness):
     server = make_server(optax.sgd(1.0), max_staleness=max_staleness, nonfinite="skip")
     state = started(server, 2)
     for worker in (0, 1):
@@ -340,7 +340,7 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize("do", MESSAGES, ids=lambda do: do.__name__)
-def test_transitions_that_cannot_be(do):
+def test_transitions_that_cannot_be_are_refused(do):
     server = make_server(optax.sgd(1.0), max_staleness=1)
     state, _ = server.pull(started(server), 0)
     error, message = MESSAGES[do]
@@ -433,7 +433,7 @@ def test_a_worker_beyond_the_bound_cannot_pull(message_of):
         ),
     ],
 )
-def test_refusals(make, error, message):
+def test_bad_input_is_refused(make, error, message):
     with pytest.raises(error) as caught:
         make()
     assert str(caught.value) == message

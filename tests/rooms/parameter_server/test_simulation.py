@@ -29,7 +29,7 @@ INF = math.inf
         lambda row: row[1] == 2 or row in [(10.0, 4), (4.0, 9)],
     ),
 )
-def test_one_slow_worker(factor, count):
+def test_one_slow_worker_slows_only_bounded_runs(factor, count):
     """(k(n-1)+1)/n times the synchronous throughput without a bound, and the slow one's pace with
     any.
     """
@@ -52,7 +52,7 @@ def test_synchronous_steps_wait_for_the_slowest_of_the_draw(count):
     assert seconds == pytest.approx(2.0 * sum(1 / k for k in range(1, count + 1)), rel=0.05)
 
 
-@pytest.mark.slow  # test_one_slow_worker and test_synchronous_steps guard the rates
+@pytest.mark.slow  # test_one_slow_worker_slows_only_bounded_runs and test_synchronous_steps guard the rates
 @pytest.mark.parametrize(
     ("bounds", "until"),
     tiered([((0, 2, None), 1_500.0), ((0, 1, 2, 8, None), 4_000.0)], lambda row: len(row[0]) == 3),
@@ -225,7 +225,7 @@ def test_workers_whose_data_ends_leave(simulate_really, regression):
     )
 
 
-@pytest.mark.slow  # size alone; test_one_slow_worker runs the same simulator
+@pytest.mark.slow  # size alone; test_one_slow_worker_slows_only_bounded_runs runs the same simulator
 def test_two_thousand_workers():
     workers = [SimulatedWorker(durations.exponential(1.0))] * 2000
     metrics = simulate(workers, max_staleness=2, num_updates=10_000).metrics
@@ -314,7 +314,7 @@ def test_two_thousand_workers():
         ),
     ],
 )
-def test_refusals(make, error, message):
+def test_bad_input_is_refused(make, error, message):
     with pytest.raises(error) as caught:
         make()
     assert str(caught.value) == message
@@ -322,7 +322,7 @@ def test_refusals(make, error, message):
 
 @pytest.mark.slow  # test_async_local_sgd.py has deaths and late joiners
 @pytest.mark.parametrize("count", tiered([100, 300], lambda count: count == 100))
-def test_islands_that_come_and_go(count):
+def test_islands_that_come_and_go_finish_the_expected_rounds(count):
     """Rounds of R s in sessions of mean mu: 1 / (exp(R / mu) - 1) each.
 
     A push is as late as there are rounds on the way.

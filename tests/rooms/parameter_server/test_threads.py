@@ -290,7 +290,7 @@ def test_a_run_whose_workers_are_all_dead_ends_whoever_was_to_join_later():
     assert {event.worker for event in result.log} == {0, 1}
 
 
-def test_everyone_dead_and_a_joiner_due():
+def test_a_run_goes_on_with_a_joiner_when_everyone_else_is_dead():
     """Version 3 kills the first two and brings the third, whoever notices first."""
     for _ in range(5):
         result = run(
@@ -489,7 +489,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals(name):
+def test_bad_input_is_refused(name):
     options, error, message = REFUSED[name]
     if options.get("workers") == ["mesh"]:
         options = {"workers": [so.make_mesh(data=1, tensor=2, devices=jax.devices()[:2])]}

@@ -30,7 +30,7 @@ WORKERS = (
 STATUS = Status(10.0, 18, 100, WORKERS)
 
 
-def test_a_line_now_and_then(capsys):
+def test_progress_prints_a_line_now_and_then(capsys):
     line = "async_sgd: update 18/100  1.8 pushes/s  workers: 1 computes, 1 waits, 1 gone\n"
     assert shown([STATUS], capsys) == line
     end = STATUS._replace(
@@ -47,7 +47,7 @@ def test_status_is_asked_for_only_when_it_is_shown():
     assert not calls
 
 
-def test_the_stats_of_a_log():
+def test_stats_follow_the_events_of_a_log():
     """The stats equal the summary of a whole run, and follow each event."""
     result = simulate([SimulatedWorker(1.0), SimulatedWorker(3.0)], max_staleness=1, num_updates=20)
     stats = WorkerStats(result.log)
@@ -102,7 +102,7 @@ def test_a_run_is_shown_while_it_goes_on(capsys, regression, monkeypatch):
     assert lines[-1].startswith("async_sgd: update 20/20  ")
 
 
-def test_refusal_of_progress(regression, message_of):
+def test_progress_of_another_type_is_refused(regression, message_of):
     opt = so.async_sgd(optax.sgd(0.01), regression.loss_fn, workers=1)
 
     def run():

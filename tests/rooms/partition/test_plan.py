@@ -19,13 +19,13 @@ pytestmark = pytest.mark.fast
 
 
 @calling("zero")
-def plan(shapes, mesh, rules=(), *, stacked=False, least=1):
+def plan(shapes, mesh, rules=(), *, stacked=False, min_elements=1):
     params = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
         shapes,
         is_leaf=lambda x: isinstance(x, tuple),
     )
-    return plan_leaves(params, mesh, LeafPlanOptions(rules, stacked, least, bool))
+    return plan_leaves(params, mesh, LeafPlanOptions(rules, stacked, min_elements, bool))
 
 
 def test_data_takes_the_largest_dim_that_it_divides(mesh_of):
@@ -50,7 +50,7 @@ def test_what_stays_whole_says_why(mesh_of):
         {"odd": (3, 5), "small": (4,), "taken": (8, 3)},
         mesh_of(data=4, tensor=2),
         [("taken", P("tensor"))],
-        least=5,
+        min_elements=5,
     )
     assert {name: leaf_plan.reason for name, leaf_plan in plans.items()} == {
         "odd": "shape (3, 5): no dim is divisible by data=4",
@@ -63,7 +63,11 @@ def test_what_stays_whole_says_why(mesh_of):
 def test_stacked_blocks_are_judged_one_block_at_a_time(mesh_of):
     shapes = {"blocks": {"w": (8, 4, 12), "b": (8, 4)}, "w": (8, 4)}
     plans = plan(
-        shapes, mesh_of(data=4, tensor=2), [("^blocks/w", P("tensor"))], stacked=True, least=5
+        shapes,
+        mesh_of(data=4, tensor=2),
+        [("^blocks/w", P("tensor"))],
+        stacked=True,
+        min_elements=5,
     )
     block = plans["blocks"]["w"]
     assert (block.dim, block.tensor, block.stacked) == (2, P(None, "tensor", None), True)

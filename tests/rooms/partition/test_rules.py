@@ -88,7 +88,7 @@ def test_rules_can_be_a_function_of_path_and_shape():
         ),
     ],
 )
-def test_refusals(rules, error, message):
+def test_bad_input_is_refused(rules, error, message):
     with pytest.raises(error) as caught:
         match(rules)
     assert str(caught.value) == message.replace("PartitionSpec('", f"{_NAME}('").replace(

@@ -122,7 +122,7 @@ def test_the_program_comes_near_the_stages_own_pace(make, before, after, own_pac
         ),
     ],
 )
-def test_refusals(make, message):
+def test_bad_input_is_refused(make, message):
     with pytest.raises(ValueError, match="tick") as caught:
         make()
     assert str(caught.value) == message

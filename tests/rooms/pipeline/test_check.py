@@ -99,7 +99,7 @@ def spoil(schedule, **cells):
         ),
     ],
 )
-def test_spoilt_cells(schedule, cells, faults, fix):
+def test_each_spoilt_cell_is_listed(schedule, cells, faults, fix):
     with pytest.raises(ValueError, match="the schedule has") as caught:
         spoil(schedule, **cells)
     count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
@@ -139,7 +139,7 @@ def test_at_most_eight_faults_are_listed_and_all_counted():
         ({"stage_of": (0, 2)}, ["stage_of must name each of 2 stages equally often, got (0, 2)"]),
     ],
 )
-def test_shapes(changes, faults):
+def test_wrong_shapes_are_listed(changes, faults):
     schedule = schedules.gpipe(2, 2)
     with pytest.raises(ValueError, match="the schedule has") as caught:
         replace(schedule, ticks=schedule.ticks._replace(**changes))

@@ -64,7 +64,7 @@ pytestmark = pytest.mark.fast
         ),
     ],
 )
-def test_from_ticks(arguments, error, message):
+def test_from_ticks_refuses_bad_tables(arguments, error, message):
     with pytest.raises(error) as caught:
         schedules.from_ticks(*arguments)
     assert str(caught.value) == message
@@ -124,7 +124,7 @@ def test_from_ticks_calls_itself_what_it_is_told_and_checks_stage_of():
         ),
     ],
 )
-def test_from_order(orders, options, error, message):
+def test_from_order_refuses_bad_orders(orders, options, error, message):
     with pytest.raises(error) as caught:
         schedules.from_order(orders, **options)
     assert str(caught.value) == message

@@ -60,7 +60,7 @@ def test_every_block_lies_where_it_runs(name, counts):
         ((4, 2), {"head": -1.0}, ValueError, "balance: head must be finite, at least 0; got -1.0."),
     ],
 )
-def test_refusals(arguments, options, error, message):
+def test_bad_input_is_refused(arguments, options, error, message):
     with pytest.raises(error) as caught:
         so.schedules.balance(*arguments, **options)
     assert str(caught.value) == message

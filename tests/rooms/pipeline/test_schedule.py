@@ -7,7 +7,7 @@ from shardopt.pipeline import schedules
 pytestmark = pytest.mark.fast
 
 
-def test_eager_one_f_one_b():
+def test_eager_one_f_one_b_prints_its_table():
     assert (
         str(schedules.eager_one_f_one_b(4, 6))
         == "eager_one_f_one_b: 4 stages, 6 micro-batches, 1 chunk\n12 ticks, bubble 33.3%, as a"

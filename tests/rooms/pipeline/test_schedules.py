@@ -57,7 +57,7 @@ def check_bubbles(schedule, table, program):
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_gpipe(p, m):
+def test_gpipe_has_the_published_bubble_and_memory(p, m):
     schedule = schedules.gpipe(p, m)
     check_bubbles(schedule, Fraction(p - 1, m + p - 1), Fraction(p - 1, m + p - 1))
     assert schedule.peak_activations == (m,) * p
@@ -65,7 +65,7 @@ def test_gpipe(p, m):
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_eager_one_f_one_b(p, m):
+def test_eager_one_f_one_b_has_the_published_bubble_and_memory(p, m):
     schedule = schedules.eager_one_f_one_b(p, m)
     check_bubbles(schedule, Fraction(p - 1, m + p - 1), Fraction(p - 1, m + p - 1))
     assert schedule.peak_activations == tuple(min(m, 2 * (p - i) - 1) for i in range(p))
@@ -73,7 +73,7 @@ def test_eager_one_f_one_b(p, m):
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_one_f_one_b(p, m):
+def test_one_f_one_b_has_the_published_bubble_and_memory(p, m):
     schedule = schedules.one_f_one_b(p, m)
     assert bubble(schedule, schedule.table_time()) == Fraction(p - 1, m + p - 1)
     assert schedule.peak_activations == tuple(min(m, p - i) for i in range(p))
@@ -86,7 +86,7 @@ def test_the_textbooks_order_costs_more_in_lockstep():
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [*GROUPED, *((p, m, 1) for p, m in SIZES)])
-def test_interleaved(p, m, v):
+def test_interleaved_has_the_published_bubble_and_memory(p, m, v):
     schedule = schedules.interleaved(p, m, v)
     check_bubbles(schedule, Fraction(p - 1, v * m + p - 1), Fraction(p - 1, v * m + p - 1))
     assert schedule.num_ticks == v * m + (v + 1) * p - 2
@@ -107,7 +107,7 @@ def test_interleaved_with_one_chunk_is_eager_one_f_one_b():
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_zero_bubble(p, m):
+def test_zero_bubble_has_the_published_bubble_and_memory(p, m):
     schedule = schedules.zero_bubble(p, m)
     time = 3 * m + (p - 1) * (F + B - W) if m >= p else 2 * m + 2 * p - 1
     check_bubbles(schedule, Fraction(time - 3 * m, time), Fraction(time - 3 * m, time))
@@ -307,7 +307,7 @@ PLAIN["looped_breadth_first"] = schedules.looped_breadth_first
         ((None, 0), TypeError, "sizes must be integers, got num_stages=None (NoneType)."),
     ],
 )
-def test_sizes(name, sizes, error, message):
+def test_sizes_that_no_schedule_takes_are_refused(name, sizes, error, message):
     with pytest.raises(error) as caught:
         (PLAIN | CHUNKED)[name](*sizes)
     assert str(caught.value) == f"{name}: {message}"
@@ -337,7 +337,7 @@ def test_sizes(name, sizes, error, message):
         ),
     ],
 )
-def test_chunks(name, sizes, error, message):
+def test_chunks_that_no_schedule_takes_are_refused(name, sizes, error, message):
     with pytest.raises(error) as caught:
         CHUNKED[name](*sizes)
     assert str(caught.value) == f"{name}: {message}"

@@ -82,8 +82,8 @@ def timed(draw):
 
 @settings(deadline=None, max_examples=60, derandomize=True)
 @given(timed())
-def test_own_pace_is_the_earliest_that_satisfies_every_wait(given):
-    schedule, forward, backward, weight, communication = given
+def test_own_pace_is_the_earliest_that_satisfies_every_wait(drawn):
+    schedule, forward, backward, weight, communication = drawn
     times = {"forward": forward, "backward": backward, "weight": weight}
     if schedule.ticks.weight is None:
         times["backward"] = [b + w for b, w in zip(backward, times.pop("weight"), strict=True)]
@@ -177,7 +177,7 @@ def test_stages_begin_and_end_at_different_times():
     ],
 )
 @pytest.mark.parametrize("method", ["table_time", "stage_times", "program_time", "bubble_rate"])
-def test_times_that_are_none(method, times, error, message):
+def test_values_that_are_no_times_are_refused(method, times, error, message):
     with pytest.raises(error) as caught:
         getattr(schedules.gpipe(2, 3), method)(**times)
     assert str(caught.value) == message

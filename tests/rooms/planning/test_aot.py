@@ -320,7 +320,7 @@ def test_a_gather_stays_one_on_a_torus_whole_or_half():
 
 
 @pytest.mark.slow
-def test_the_step_time_of_a_real_compile():
+def test_the_step_time_of_a_real_compile_grows_with_layers():
     """Twice the layers take twice the time in the loop over them, and less exposed than all that is
     sent takes.
     """
@@ -353,7 +353,7 @@ def test_the_step_time_of_a_real_compile():
     not is_installed("jax_cuda12_plugin"), reason="needs pip install 'shardopt[gpu]', 3 GB"
 )
 @pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200"])
-def test_a_step_for_gpus(name):
+def test_a_step_for_gpus_agrees_with_the_formulas(name):
     """Bytes, traffic and flops equal the formulas; attention is cuDNN's."""
 
     def make(mesh):

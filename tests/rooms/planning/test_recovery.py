@@ -31,7 +31,7 @@ def test_the_best_period_is_that_of_young_and_daly():
     assert best_period(1e-3, 1e-7) == pytest.approx(math.sqrt(2e4), rel=1e-4)
 
 
-def test_one_level_of_copies_by_hand():
+def test_one_level_of_copies_has_the_goodput_worked_out_by_hand():
     failures = Failures(mtbf=1000 * HOUR, restart=200, detect=100, save=30)
     recovery = plan_recovery(failures, chips=500, save_every=900)
     mean = 1000 * HOUR / 500

@@ -165,7 +165,7 @@ def test_names_are_not_predicted_in_pipelines():
         )
 
 
-def test_a_table_and_json():
+def test_plans_print_a_table_and_give_json():
     plans = so.plan("gpt2", hardware="a100", chips=4, batch_size=8)
     lines = str(plans).splitlines()
     assert lines[0] == "gpt2 (124 million parameters) on 4 chips of a100, 8 rows per batch"
@@ -217,7 +217,7 @@ def test_bytes_a_parameter_are_those_of_the_placement_table(placement, params, s
     assert prediction.memory.opt_state == pytest.approx(8 * work.num_parameters / state, rel=1e-3)
 
 
-def test_rings_on_a_switch_and_beyond():
+def test_rings_use_links_within_a_node_and_the_network_beyond():
     layout = ParallelLayout(data=4, tensor=4)
 
     def reduce(axis):
@@ -246,7 +246,7 @@ def test_a_gather_over_a_torus_takes_half_of_an_all_reduce():
         )
 
 
-def test_of_a_torus_a_mesh_axis_has_whole_axes_to_itself():
+def test_a_mesh_axis_has_whole_axes_of_a_torus_to_itself():
     # 2, 4, 8 and 16 of 16 chips have 0.5, 1, 1.5 and 2 axes; of 64 chips, 4, 16 and 32 have 1, 2
     # and 2.5
     assert [torus_axes(size, 16, HARDWARE["v5e"]) for size in (2, 4, 8, 16)] == [1, 1, 1, 2]

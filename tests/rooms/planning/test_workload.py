@@ -107,7 +107,7 @@ def test_the_trace_of_the_gpt_counts_its_weights():
         ("llama3-405b", 405.85),
     ],
 )
-def test_published_sizes(name, billions):
+def test_models_have_their_published_numbers_of_parameters(name, billions):
     """The counts of the released checkpoints.
 
     Gpt2 lacks its biases, which are under a thousandth.
@@ -202,7 +202,7 @@ def test_experts_are_traced():
     assert placed.params == 3 * 4 * (8 * 3 * 16 * 24 // 8 + 16 * 8)
 
 
-def test_flops_of_loops_and_branches():
+def test_loops_count_each_turn_and_branches_the_most_flops():
     def program(x):
         x = jax.lax.scan(lambda x, _: (x @ x, None), x, None, length=7)[0]
         return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x, x)

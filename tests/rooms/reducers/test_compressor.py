@@ -95,7 +95,7 @@ BYTES = {  # of the leaves above: 480, 7, 512, 0 and 1 numbers, 1000 in all
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_bytes_of_a_message(name):
+def test_a_message_has_the_bytes_of_its_formula(name):
     assert reducers.compressor(ALL[name]()).nbytes(gradients(0)) == BYTES[name.split(", feed")[0]]
 
 
@@ -151,7 +151,7 @@ def test_half_precision_and_complex_leaves(name):
     np.testing.assert_allclose(total_grads["c"], grads["c"], atol=1e-6)
 
 
-def test_refusals():
+def test_bad_input_is_refused():
     with pytest.raises(TypeError) as caught:
         reducers.compressor(reducers.int8)
     assert (

@@ -23,10 +23,10 @@ PLAIN = [
 PLAIN.append(R.warm_up(R.top_k(0.2), 1))
 REDUCERS = [
     *PLAIN,
-    *(R.error_feedback(one) for one in PLAIN),
+    *(R.error_feedback(reducer) for reducer in PLAIN),
 ]
 FED_BACK = REDUCERS[len(PLAIN) :]
-by_name = pytest.mark.parametrize("reducer", FED_BACK, ids=lambda one: one.name)
+by_name = pytest.mark.parametrize("reducer", FED_BACK, ids=lambda reducer: reducer.name)
 
 
 def tiered_by_name(*names):

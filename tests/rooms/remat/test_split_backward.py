@@ -164,12 +164,12 @@ QUICK = (
 
 
 @pytest.mark.parametrize("name", tiered(BLOCKS, lambda name: name in QUICK))
-def test_any_block(name, x64):
+def test_the_passes_of_any_block_give_its_gradients(name, x64):
     check(BLOCKS[name], *example(), trained=[0, 1])
 
 
 @pytest.mark.parametrize("trained", [[], [1], [0]], ids=str)
-def test_some_of_the_weights(trained, x64):
+def test_the_passes_give_gradients_of_some_of_the_weights(trained, x64):
     check(BLOCKS["residual"], *example(), trained=trained)
 
 
@@ -187,12 +187,12 @@ def test_integer_leaves_of_what_travels_and_of_the_weights(x64):
     assert not [leaf for leaf in passes.deferred if jnp.issubdtype(leaf.dtype, jnp.integer)]
 
 
-def test_half_precision(x64):
+def test_the_passes_take_half_precision(x64):
     params, x, dy = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), example())
     check(BLOCKS["residual"], params, x, dy, trained=[0, 1])
 
 
-def test_complex_numbers(x64):
+def test_the_passes_take_complex_numbers(x64):
     params, x, dy = jax.tree.map(
         lambda leaf: leaf + 1j * leaf[..., ::-1] if leaf.ndim else leaf, example()
     )

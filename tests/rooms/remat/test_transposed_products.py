@@ -63,7 +63,7 @@ def returned_twice(a, b):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_transposes_that_are_left(f, transposes, x64):
+def test_only_transposes_that_a_product_cannot_take_are_left(f, transposes, x64):
     closed = jax.make_jaxpr(f)(A, B)
     new_jaxpr = without_transposes(closed.jaxpr)
     assert str(closed.jaxpr).count("transpose[") == 1

@@ -86,19 +86,19 @@ SHARED = {
 }  # fmt: skip
 
 
-def carried(used, made):
+def carried(used, derived):
     """Return a loss of a scan that carries a key: numbers of a turn meet numbers of the turn
     before.
 
-    A turn draws from `used` of its key, and from `used` of `made` of its key, which the next turn has.
+    A turn draws from `used(key)`, and from `used(derived(key))`. The next turn has the key `derived(key)`.
     """
 
     def loss(p, b, rng):
         def turn(carry, _):
             key, before, total = carry
             now = uniform(used(key), (rows(b),))
-            after = uniform(used(made(key)), (rows(b), 2))[:, 0]
-            return (made(key), after, total + before * now), None
+            after = uniform(used(derived(key)), (rows(b), 2))[:, 0]
+            return (derived(key), after, total + before * now), None
 
         zeros = jnp.zeros(rows(b))
         return jnp.mean(jax.lax.scan(turn, (rng, zeros, zeros), length=3)[0][2])
@@ -107,7 +107,7 @@ def carried(used, made):
 
 
 def twice(key_maker):
-    """Return a loss that draws from a key for each row, and from what `made` makes of it."""
+    """Return a loss that draws from a key for each row, and from the result of `key_maker`."""
     return lambda p, b, rng: jnp.mean(uniform(rng, (rows(b),)) * uniform(key_maker(rng)))
 
 

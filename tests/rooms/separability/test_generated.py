@@ -75,13 +75,13 @@ def judge(seeds: range, sample: int, capsys: pytest.CaptureFixture) -> None:
         [(10, 10), *((start, 50) for start in range(0, QUICK, 50))], lambda row: row == (10, 10)
     ),
 )
-def test_programs(start, count, capsys):
+def test_no_random_program_that_is_accepted_is_unsound(start, count, capsys):
     judge(range(start, start + count), 5, capsys)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(QUICK, QUICK + MANY, 500))
-def test_ten_thousand_programs(start, capsys):
+def test_none_of_ten_thousand_accepted_programs_is_unsound(start, capsys):
     judge(range(start, start + 500), 10, capsys)
 
 

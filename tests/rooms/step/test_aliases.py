@@ -101,7 +101,7 @@ def test_leaves_may_be_numpy_arrays(mesh_of):
     assert int(state.step) == 4
 
 
-def test_replicas_that_train_apart(mesh_of):
+def test_replicas_that_train_apart_take_parameters_that_share_a_buffer(mesh_of):
     opt = so.local_sgd(
         so.ddp(optax.sgd(0.1), mesh_of(replica=2), from_reference, rules=[("ref", "frozen")]),
         sync_every=2,

@@ -141,7 +141,7 @@ def test_what_can_be_read_as_arrays(convert):
 
 
 @pytest.mark.slow
-def test_torch_itself():
+def test_batches_of_a_torch_loader_train():
     """A DataLoader's lists, and bfloat16, which numpy does not know."""
     torch = pytest.importorskip("torch", reason="torch is of the extra bench")
     opt = so.ddp(
@@ -210,7 +210,7 @@ class Batch:
         ),
     ],
 )
-def test_what_is_refused(batch, kind, message):
+def test_bad_input_is_refused(batch, kind, message):
     opt = STRATEGIES["ddp"]()
     with pytest.raises(kind, match=f"^{re.escape(message)}$"):
         opt.step(opt.init({"w": W}), batch)

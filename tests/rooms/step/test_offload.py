@@ -110,7 +110,7 @@ def test_blocks_are_streamed_and_values_are_the_same(strategy, name, mesh_of, mo
     assert looped == [3] * streams
 
 
-def test_what_cannot_wait_there_is_refused(mesh_of):
+def test_state_that_cannot_wait_on_the_host_is_refused(mesh_of):
     fix = r"\nFix: use 'within' .* or \('matrices', 'host'\)\.$"
     with pytest.raises(ValueError, match=r"^fsdp: unknown opt_state 'params'\." + fix):
         so.fsdp(optax.sgd(0.1), mesh_of(data=8), CASE.loss_fn, opt_state=("params",))

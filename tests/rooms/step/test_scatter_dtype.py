@@ -177,7 +177,7 @@ def test_the_sum_sends_half(strategy, sizes, micro_batches, mesh_of):
 
 
 @pytest.mark.parametrize("placement", tiered(["fsdp", "zero2", "zero1"], lambda placement: False))
-def test_in_a_pipeline(placement, mesh_of, x64):
+def test_a_pipeline_rounds_its_sums(placement, mesh_of, x64):
     """Rounded once for each micro-batch and device, or once for the sum: the difference is that of
     rounding.
     """

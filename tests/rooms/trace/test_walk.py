@@ -75,7 +75,7 @@ def test_values_reach_results(case, num_traces):
     assert follow(*traces) == expected
 
 
-def test_traces_that_differ():
+def test_differences_of_traces_are_followed():
     def traced(f):
         return jax.make_jaxpr(f)(VECTOR, VECTOR)
 
@@ -92,7 +92,7 @@ def test_traces_that_differ():
         assert WALK.follow([base_trace, other], [NOWHERE, NOWHERE]) == [NOWHERE, DIFFERENT]
 
 
-def test_costs_of_loops_and_branches():
+def test_loops_cost_each_turn_and_branches_the_most():
     def product(x):
         return x @ x
 
@@ -109,7 +109,7 @@ def test_costs_of_loops_and_branches():
     )
 
 
-def test_variables_that_are_reached():
+def test_variables_are_reached_from_any_or_only_from_all_inputs():
     jaxpr = jax.make_jaxpr(lambda a, b: (a + 1.0, a * b))(NUMBER, NUMBER).jaxpr
     (plus, times), a = jaxpr.outvars, jaxpr.invars[0]
     assert reached_from(jaxpr, [a], every=True) == {a, plus}

@@ -45,7 +45,7 @@ def observe(rule, values):
         ({"patience": 2}, [math.inf, 1, 2, 2], 3, 1),
     ],
 )
-def test_when_it_stops(options, values, stops_at, best_at):
+def test_early_stopping_follows_its_rule(options, values, stops_at, best_at):
     rule = EarlyStopping("loss", **options)
     stopped, state = observe(rule, values)
     assert (stopped, state.best_step) == (stops_at, best_at)
@@ -84,7 +84,7 @@ def test_without_the_metric_or_the_rule_nothing_is_observed():
         ({"mode": "least"}, "EarlyStopping: mode must be 'min' or 'max', got 'least'."),
     ],
 )
-def test_wrong_values(arguments, message):
+def test_wrong_values_are_refused(arguments, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         EarlyStopping(**{"metric": "loss", "patience": 2} | arguments)
 
@@ -100,7 +100,7 @@ def test_wrong_values(arguments, message):
         {"mode": 1},
     ],
 )
-def test_wrong_kinds(arguments):
+def test_wrong_kinds_are_refused(arguments):
     with pytest.raises(TypeError):
         EarlyStopping(**{"metric": "loss", "patience": 2} | arguments)
 
@@ -141,7 +141,9 @@ def test_it_ends_a_run_on_an_evaluation_metric(opt, new_state, batches, memory):
 
 
 @pytest.mark.parametrize(("every", "stops_after"), [(None, 2), (3, 3)])
-def test_a_metric_that_is_not_there(opt, new_state, batches, every, stops_after):
+def test_a_metric_that_is_not_there_is_found_at_the_first_report(
+    opt, new_state, batches, every, stops_after
+):
     """Found at the first report, or at the first evaluation where one is to come.
 
     Without either at the first report.

@@ -117,7 +117,7 @@ def test_any_set_equals_numpy_on_the_whole(name, sizes):
 @pytest.mark.parametrize(
     "sizes", tiered([((8, 7),), ((4,),), ((3, 1),)], quick=lambda row: row[0] == (8, 7))
 )
-def test_stages_of_a_pipeline(sizes):
+def test_a_pipeline_evaluates_sets_of_any_size(sizes):
     opt = so.hybrid(
         optax.sgd(0.1),
         so.make_mesh(data=2, pipeline=2, devices=jax.devices()[:4]),
@@ -146,7 +146,7 @@ def test_a_metric_that_is_an_array_is_a_list_of_numbers():
     assert metrics["val_table"] == [[1.0] * 3] * 2
 
 
-def test_a_loss_of_its_own():
+def test_an_evaluation_may_have_a_loss_of_its_own():
     """If the strategy has `evaluate_fn`, `opt.evaluate` runs it.
 
     If `evaluation` has it, only that evaluation runs it. Training does not change.

@@ -45,7 +45,7 @@ def test_num_steps_counts_from_the_state(opt, new_state, batches, same):
 
 
 @pytest.mark.parametrize("num_steps", [0, 3, 5])
-def test_no_steps_left(opt, new_state, batches, num_steps):
+def test_without_steps_left_fit_changes_nothing(opt, new_state, batches, num_steps):
     state = fit(opt, new_state(), batches, num_steps=5, progress=False).state
     result = fit(opt, state, batches, num_steps=num_steps, evaluate=pytest.fail, progress=False)
     assert (result.step, result.stopped, result.history) == (5, "completed", [])
@@ -53,7 +53,7 @@ def test_no_steps_left(opt, new_state, batches, num_steps):
 
 
 @pytest.mark.parametrize("count", [0, 12, 20])
-def test_exhausted(opt, new_state, batches, memory, count):
+def test_a_run_ends_when_its_batches_are_exhausted(opt, new_state, batches, memory, count):
     checkpoints, logged = memory(5), []
 
     def log(step, metrics):
@@ -210,7 +210,9 @@ def test_evaluation_helper_refuses_what_ends(opt, new_state, batches):
         ),
     ],
 )
-def test_strange_evaluations(opt, new_state, batches, returned, kind, message):
+def test_strange_results_of_an_evaluation_are_refused(
+    opt, new_state, batches, returned, kind, message
+):
     with pytest.raises(kind) as caught:
         fit(opt, new_state(), batches, num_steps=2, evaluate=lambda state: returned, progress=False)
     assert str(caught.value) == message

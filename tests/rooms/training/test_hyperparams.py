@@ -110,7 +110,7 @@ def test_shared_names_are_told_apart_by_path():
         so.replace(state, hyperparams={"learning_rate": 0.1})
 
 
-def test_injected_within_injected():
+def test_hyperparams_injected_within_injected_are_found_and_set():
     def outer(scale):
         return optax.chain(
             optax.scale(scale), optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
@@ -151,7 +151,7 @@ def set_one(state):
     return so.replace(state, hyperparams={"learning_rate": 0.1})
 
 
-def test_nothing_injected():
+def test_a_state_without_injected_hyperparams_is_refused():
     state = plain_state(optax.adam(1e-3))
     for caller, call in (("hyperparams", hyperparams), ("replace", set_one)):
         message = (
@@ -167,7 +167,7 @@ def test_nothing_injected():
 @pytest.mark.parametrize(
     "value", ["0.1", None, True, [0.1], np.bool_(True), jnp.array(True), {"a": 1}]
 )
-def test_values_that_are_no_numbers(value):
+def test_values_that_are_no_numbers_are_refused(value):
     state = plain_state(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
     message = f"replace: learning_rate must be a number, got {value!r} ({type(value).__name__})."
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
@@ -182,7 +182,7 @@ def test_values_that_are_no_numbers(value):
         (1e60, "learning_rate has dtype float32, which cannot hold 1e+60."),
     ],
 )
-def test_values_that_do_not_fit(value, message):
+def test_values_that_do_not_fit_are_refused(value, message):
     state = plain_state(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
     with pytest.raises(ValueError, match=f"^{re.escape(f'replace: {message}')}$"):
         so.replace(state, hyperparams={"learning_rate": value})

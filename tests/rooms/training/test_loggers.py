@@ -22,7 +22,7 @@ def lines(path):
     return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
 
 
-def test_json_lines_of_a_run(opt, new_state, batches, tmp_path):
+def test_the_json_lines_of_a_run_are_its_history(opt, new_state, batches, tmp_path):
     path = tmp_path / "deep" / "metrics.jsonl"
     result = fit(opt, new_state(), batches, num_steps=25, log=jsonl(path), progress=False)
     assert lines(path) == result.history
@@ -115,7 +115,7 @@ def test_files_of_a_resumed_run_equal_those_of_an_unbroken_one(
     assert loss("broken") == loss("whole")
 
 
-def test_paths_that_cannot_be(tmp_path):
+def test_paths_that_cannot_be_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     message = (
         f"jsonl: '{tmp_path}' is a folder.\nFix: name a file in it, such as"
@@ -127,7 +127,7 @@ def test_paths_that_cannot_be(tmp_path):
         jsonl(3)
 
 
-def test_logs_that_are_no_callables():
+def test_logs_that_are_no_callables_are_refused():
     message = (
         "shardopt: log must be callables (step, metrics) -> None, got str, int.\nFix: pass"
         " so.training.jsonl(path) or a function of your own."
@@ -164,7 +164,7 @@ def test_a_full_disk_is_said_with_the_name_of_the_file(tmp_path):
     assert [line["step"] for line in lines(path)] == [1]
 
 
-def test_lines_where_there_is_no_terminal(opt, new_state, batches, capsys):
+def test_progress_prints_lines_where_there_is_no_terminal(opt, new_state, batches, capsys):
     history = fit(opt, new_state(), batches, num_steps=25).history
     out, err = capsys.readouterr()
     assert out == ""
@@ -179,7 +179,7 @@ def test_lines_where_there_is_no_terminal(opt, new_state, batches, capsys):
         assert line == wanted
 
 
-def test_nothing_when_off(opt, new_state, batches, capsys):
+def test_progress_prints_nothing_when_off(opt, new_state, batches, capsys):
     fit(opt, new_state(), batches, num_steps=25, progress=False)
     assert capsys.readouterr() == ("", "")
 
@@ -193,7 +193,7 @@ def test_messages_appear_in_any_case(shown):
     assert file.getvalue() == "a message that is longer than the console is wide, [bold]as it is\n"
 
 
-def test_a_bar_on_a_terminal():
+def test_a_terminal_shows_a_bar():
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=100, color_system=None)
     with show_progress(40, shown=True, console=console) as display:
@@ -208,7 +208,7 @@ def test_a_bar_on_a_terminal():
 
 
 @pytest.mark.parametrize("total", [3, None])
-def test_a_bar_of_the_batches_of_an_evaluation(total, opt, new_state, batches, monkeypatch):
+def test_an_evaluation_shows_a_bar_of_its_batches(total, opt, new_state, batches, monkeypatch):
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=100, color_system=None)
     module = importlib.import_module("shardopt.training._run")
@@ -274,7 +274,7 @@ def test_other_processes_call_only_loggers_that_ask_for_every_process(monkeypatc
     assert calls == (expected if rank == 0 else expected[1:])
 
 
-def test_metrics_on_a_line():
+def test_metrics_are_rounded_on_a_line():
     assert (
         metrics_text({"loss": 1.23456, "n": 100000, "bad": float("nan")})
         == "loss 1.235  n 1e+05  bad nan"

@@ -117,7 +117,7 @@ def test_every_replica_gets_the_value(combine, mesh_of):
     )
 
 
-def test_blocks_of_a_pipeline(mesh_of):
+def test_a_pipeline_replaces_parameters_of_its_blocks(mesh_of):
     model = so.BlockModel(
         embed=lambda outer, batch: batch,
         block=lambda weights, x: x @ (weights["w"] + weights["old"]),
@@ -139,7 +139,7 @@ def test_blocks_of_a_pipeline(mesh_of):
     )
 
 
-def test_a_mesh_with_explicit_axes(mesh_of):
+def test_parameters_are_replaced_on_a_mesh_with_explicit_axes(mesh_of):
     mesh = jax.make_mesh(
         (4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4]
     )
@@ -155,7 +155,7 @@ def test_a_mesh_with_explicit_axes(mesh_of):
     np.testing.assert_array_equal(state.params["teacher"]["layers"][0]["w"], 0.5)
 
 
-def test_keys_integers_and_half_precision(mesh_of):
+def test_keys_integers_and_half_precision_are_replaced(mesh_of):
     def loss_fn(params, batch):
         drawn = jax.random.normal(params["key"], (8,))
         return (

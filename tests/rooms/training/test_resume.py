@@ -64,7 +64,7 @@ def test_round_trip(source, count):
     )
 
 
-def test_the_end():
+def test_a_stream_that_ended_resumes_at_its_end():
     stream = BatchStream([1, 2])
     assert draw(stream, 4) == [1, 2, END, END]
     assert stream.drawn == 2
@@ -72,7 +72,7 @@ def test_the_end():
     assert restored.draw() is END
 
 
-def test_too_few_batches():
+def test_too_few_batches_are_refused():
     stream = BatchStream(range(9))
     draw(stream, 5)
     message = (
@@ -155,7 +155,7 @@ class Stateful:
         {"a": b"x", None: [(), {(1, "b"): True}]},
     ],
 )
-def test_states_that_survive(state):
+def test_states_of_plain_python_survive(state):
     assert (
         put_back(Stateful(state), BatchStream(Stateful(state)).position())[1]
         == "the data from its saved state"
@@ -165,7 +165,7 @@ def test_states_that_survive(state):
 @pytest.mark.parametrize(
     "state", [object(), {"a": {1, 2}}, [1, {"a": len}], {"a": np.array([None])}]
 )
-def test_states_that_do_not(state):
+def test_states_of_other_types_are_refused(state):
     with pytest.raises(TypeError) as caught:
         BatchStream(Stateful(state)).position()
     text = str(caught.value)
@@ -359,7 +359,7 @@ def test_other_metric_starts_again(opt, new_state, batches, memory, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_what_is_said(opt, new_state, batches, memory, capsys):
+def test_a_resumed_run_says_where_it_goes_on(opt, new_state, batches, memory, capsys):
     checkpoints = memory(5)
     first = fit(
         opt, new_state(), of_list(batches), num_steps=5, checkpoints=checkpoints, progress=False
@@ -500,7 +500,7 @@ def test_a_used_folder_is_refused(opt, new_state, batches, memory):
     assert not state.step.is_deleted()
 
 
-def test_onto_another_strategy(opt, new_state, batches, memory, mesh_of, loss_fn):
+def test_a_run_resumes_onto_another_strategy(opt, new_state, batches, memory, mesh_of, loss_fn):
     """Same trajectory up to summation order, whatever the mesh."""
     other = so.ddp(opt.wrapped, mesh_of(data=4), loss_fn)
     unbroken = fit(opt, new_state(), of_list(batches), num_steps=20, progress=False)

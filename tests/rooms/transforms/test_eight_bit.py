@@ -201,7 +201,7 @@ def test_codes_are_saved_and_restored_onto_another_mesh(mesh_of, tmp_path):
     ],
     ids=str,
 )
-def test_options_that_cannot_be_used(options, message):
+def test_options_that_cannot_be_used_are_refused(options, message):
     with pytest.raises((TypeError, ValueError)) as caught:
         so.transforms.eight_bit(optax.adam(0.1), **options)
     assert str(caught.value) == f"eight_bit: {message}"

@@ -73,8 +73,8 @@ ROWS = np.ones((2 * SIZE, 4), np.float32)
 
 def under_shard_map(tx, grads_of, mesh, check_vma=True):
     def local(params, rows):
-        own = jax.lax.pcast(params, "data", to="varying") if check_vma else params
-        return tx.update(grads_of(own, rows), tx.init(params), params)[0]
+        own_params = jax.lax.pcast(params, "data", to="varying") if check_vma else params
+        return tx.update(grads_of(own_params, rows), tx.init(params), params)[0]
 
     step = jax.shard_map(
         local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
