@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src.core import trace_state_clean  # jax has no public name for it
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
@@ -19,6 +20,7 @@ from shardopt.core._tracebacks import api_boundary
 
 AXES = ("replica", "data", "pipeline", "expert", "context", "tensor")
 """All mesh axes, outermost first: tensor neighbours are adjacent devices."""
+_NO_MESH = AbstractMesh((), ())
 _OPTIONAL_AXES = ("replica", "expert", "context")
 """Axes that a mesh has only if their size is above 1."""
 
@@ -157,7 +159,7 @@ def trace_without_mesh(f: Callable[..., Any]) -> Callable[..., Any]:
         manual_mesh = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Manual))
         with (
             within_trace(hidden_mesh=manual_mesh),
-            jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
+            jax.sharding.use_abstract_mesh(_NO_MESH),
         ):
             return f(*args)
 
@@ -173,13 +175,24 @@ def under_mesh(mesh: Mesh, roles: Mapping[str, tuple[str, ...]] | None = None) -
       mesh: the mesh.
       roles: role -> its axes, for a mesh with other axis names than `AXES`.
     """
-    no_mesh = AbstractMesh((), ())  # jax refuses to change the size of a mesh that is set
+    # jax refuses to change the size of a mesh that is set
     with (
         within_trace(roles=roles),
-        jax.sharding.use_abstract_mesh(no_mesh),
+        jax.sharding.use_abstract_mesh(_NO_MESH),
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
     ):
         yield
+
+
+def without_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which no mesh of `jax.set_mesh` is set.
+
+    jax refuses `set_mesh` inside of `jax.grad`, `jax.vmap` and others, with arrays that have values
+    too. There the mesh is hidden from traces alone.
+    """
+    if trace_state_clean():
+        return jax.set_mesh(None)
+    return jax.sharding.use_abstract_mesh(_NO_MESH)
 
 
 def on_mesh(

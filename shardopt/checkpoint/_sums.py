@@ -13,6 +13,7 @@ from shardopt.checkpoint._tree import LeafPath, leaves_by_path, show
 from shardopt.core._checksum import checksum
 from shardopt.core._errors import DamagedCheckpointError, error_text
 from shardopt.core._types import PyTree
+from shardopt.mesh import without_mesh
 
 LeafSums = dict[LeafPath, str]
 """The sum of each leaf in hexadecimal, by key path. It does not depend on the mesh."""
@@ -28,7 +29,7 @@ def leaf_sums(state: PyTree) -> LeafSums:
         if isinstance(getattr(leaf, "sharding", None), NamedSharding)
     ]
     replicated = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
-    with jax.set_mesh(None):
+    with without_mesh():
         sums = np.asarray(jax.jit(_sums, out_shardings=replicated)(arrays))
     return {
         path: f"{int(first):08x}{int(second):08x}"

@@ -28,6 +28,7 @@ from shardopt.diagnose._pieces import (
 )
 from shardopt.losses._batch_dims import row_counts
 from shardopt.losses._metrics import added, value_of
+from shardopt.mesh import without_mesh
 from shardopt.step._optimizer import ShardedOptimizer
 
 
@@ -91,7 +92,7 @@ def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFini
     with (
         jax.debug_nans(False),
         jax.debug_infs(False),
-        jax.set_mesh(None),
+        without_mesh(),
         jax.default_device(jax.local_devices()[0]),
     ):
         params, whole_batch = jax.tree.map(values_on_host, (state.params, batch))

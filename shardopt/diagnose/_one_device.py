@@ -23,6 +23,7 @@ from shardopt.core._types import (
     leaves_with_paths,
 )
 from shardopt.diagnose._piece_loss import PieceLoss
+from shardopt.mesh import without_mesh
 from shardopt.transforms._skip_anomalies import unless_skipped
 
 
@@ -75,7 +76,7 @@ class OneDevice:
 
     def _run(self, function: Callable[..., Any], *args: PyTree) -> Any:
         device = next(d for d in self.config.mesh.devices.flat if d in jax.local_devices())
-        with jax.set_mesh(None), jax.default_device(device):
+        with without_mesh(), jax.default_device(device):
             return jax.device_get(function(*args))
 
     @property

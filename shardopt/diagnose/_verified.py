@@ -24,7 +24,7 @@ from shardopt.core._checksum import checksum, joined
 from shardopt.core._errors import value_error
 from shardopt.core._types import PyTree, TrainState
 from shardopt.losses._metrics import values
-from shardopt.mesh import spec_axes
+from shardopt.mesh import spec_axes, without_mesh
 from shardopt.step._cache import LayoutCache
 from shardopt.step._compile import AotCompiled, make_program
 from shardopt.step._optimizer import Metrics, ShardedOptimizer, StepFn
@@ -292,7 +292,7 @@ def moved(config: StrategyConfig, tree: PyTree, shift: int) -> PyTree:
     arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     target = _rolled_mesh(config.home.mesh, shift)
     specs = tuple(_spec(leaves[i]) for i in arrays)
-    with jax.set_mesh(None):
+    with without_mesh():
         sent = move_program(config.home.auto, specs, shift)(
             *[put_on_auto_axes(leaves[i]) for i in arrays]
         )

@@ -36,6 +36,7 @@ from shardopt.local_updates._state import (
     make_local_layout,
 )
 from shardopt.losses._metrics import combined, value_of, values
+from shardopt.mesh import without_mesh
 from shardopt.step._aliases import DonatedState
 from shardopt.step._compile import AotCompiled, make_program
 from shardopt.step._inputs import copied
@@ -421,7 +422,7 @@ def _reduce_local_shards(values: jax.Array, reduce: Callable[..., jax.Array]) ->
         return first_shard[0]
     device = next(iter(first_shard.devices()))
     # the mesh of the user's program would require the result on all devices
-    with jax.set_mesh(None):
+    with without_mesh():
         return reduce(
             jnp.concatenate([jax.device_put(shard, device) for shard in shards.values()]), axis=0
         )

@@ -18,7 +18,6 @@ from shardopt.core._types import (
     Weighted,
     is_array_like,
     is_inexact,
-    is_key,
     leaves_with_paths,
     wide_dtype,
     widened,
@@ -202,6 +201,15 @@ def check_updated(caller: str, plans: Sequence[LeafPlan], updates: Mapping[str, 
     have another shape.
     """
     frozen = {plan.path: plan for plan in plans if not plan.trainable}
+
+    def loses(value, dtype):
+        """Return whether a cast to a dtype loses numbers: an imaginary part, or a fraction."""
+        kinds = jax.dtypes.prng_key, jnp.complexfloating, jnp.inexact, jnp.number
+        kinds_of_value, kinds_of_leaf = (
+            [jnp.issubdtype(x, k) for k in kinds] for x in (value, dtype)
+        )
+        return kinds_of_value > kinds_of_leaf or (kinds_of_leaf[0] and value != dtype)
+
     wrong_updates = [
         f"{path}: not a frozen parameter leaf" for path in updates if path not in frozen
     ]
@@ -213,7 +221,7 @@ def check_updated(caller: str, plans: Sequence[LeafPlan], updates: Mapping[str, 
     wrong_updates += [
         f"{path}: {value.dtype}, the parameter is {frozen[path].dtype}"
         for path, value in updates.items()
-        if path in frozen and is_key(value) != is_key(frozen[path])
+        if path in frozen and loses(value.dtype, frozen[path].dtype)
     ]
     if wrong_updates:
         fix = (

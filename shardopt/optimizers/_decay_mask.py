@@ -7,8 +7,11 @@ import jax.numpy as jnp
 
 from shardopt.core._types import PyTree, path_text
 
+# not those of a list or dict of blocks, which are numbered
+_STACKED = r"(^|/)(first_)?blocks(/(?!\d+(/|$))|$)"
 
-def decay_mask(params: PyTree, *, stacked: str = "(^|/)(first_)?blocks/") -> PyTree:
+
+def decay_mask(params: PyTree, *, stacked: str = _STACKED) -> PyTree:
     """Return a tree of booleans: True for weights, False for norms, biases and scalars.
 
     Pass it as the `mask` of `optax.adamw`, which calls it with the parameters. A mask by `x.ndim > 1`
@@ -17,10 +20,11 @@ def decay_mask(params: PyTree, *, stacked: str = "(^|/)(first_)?blocks/") -> PyT
     Args:
       params: the parameters.
       stacked: a regex of the key paths whose first dim counts blocks, and not a dim of the weight.
+        By default below "blocks" and "first_blocks", but not those of a list, such as "blocks/0/w".
 
     Returns:
       A tree like the parameters. A leaf is True if one block of it has two dims or more, and its
-      name does not end in "bias".
+      name does not end in "bias" or "norm".
 
     Example:
       >>> import jax.numpy as jnp
@@ -32,6 +36,6 @@ def decay_mask(params: PyTree, *, stacked: str = "(^|/)(first_)?blocks/") -> PyT
     def is_weight(path: jax.tree_util.KeyPath, leaf: jax.Array) -> bool:
         name = path_text(path)
         num_dims = jnp.ndim(leaf) - (re.search(stacked, name) is not None)
-        return num_dims > 1 and not name.endswith("bias")
+        return num_dims > 1 and not name.endswith(("bias", "norm"))
 
     return jax.tree_util.tree_map_with_path(is_weight, params)

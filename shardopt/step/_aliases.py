@@ -18,7 +18,7 @@ from jax.sharding import Mesh, Sharding
 
 from shardopt.config._user_mesh import on_auto_axes
 from shardopt.core._types import PyTree, is_key, with_leaves
-from shardopt.mesh import on_mesh
+from shardopt.mesh import on_mesh, without_mesh
 from shardopt.step._inputs import copied
 
 _KNOWN_ARRAYS = 256
@@ -117,7 +117,7 @@ class DonatedState:
 
     def _copied(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         shardings = tuple(leaf.sharding for leaf in leaves)
-        with jax.set_mesh(None):
+        with without_mesh():
             leaves_on_auto_axes = jax.device_put(
                 list(leaves), [on_auto_axes(sharding) for sharding in shardings]
             )

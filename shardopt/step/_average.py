@@ -15,6 +15,7 @@ from shardopt.config._user_mesh import on_auto_axes, on_auto_mesh
 from shardopt.core._errors import format_error, value_error
 from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import PyTree, TrainState, is_average, leaves_with_paths, wide_dtype
+from shardopt.mesh import without_mesh
 from shardopt.runtime._turn import pass_stop_point
 from shardopt.step._optimizer import Metrics
 from shardopt.step._programs import Program
@@ -40,7 +41,7 @@ def average_of(state: TrainState) -> TrainState:
     program = _program(
         tuple((leaf.shape, leaf.dtype) for leaf in old), tuple(leaf.sharding for leaf in old)
     )
-    with jax.set_mesh(None), jax.transfer_guard("allow"):
+    with without_mesh(), jax.transfer_guard("allow"):
         for i, leaf in zip(
             indices, program(jax.device_put(args, jax.tree.map(_on_device, args))), strict=True
         ):

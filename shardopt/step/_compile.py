@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src.core import trace_state_clean
 from jax.core import Tracer
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._user_mesh import abstract_on_auto_axes, put_on_auto_axes
 from shardopt.core._errors import calling
 from shardopt.core._types import PyTree, TreeDef, abstract
-from shardopt.mesh import under_mesh
+from shardopt.mesh import under_mesh, without_mesh
 from shardopt.runtime._agreement import processes_of
 from shardopt.runtime._compiler_options import compiler_options
 from shardopt.runtime._processes import trim_malloc
@@ -50,7 +51,7 @@ class AotCompiled:
         leaves, treedef = jax.tree.flatten(args[1:])
         state_leaves = jax.tree.leaves(args[0])
         traced = [leaf for leaf in [*state_leaves, *leaves] if isinstance(leaf, Tracer)]
-        if traced:
+        if traced or not trace_state_clean():  # the loss may close over a tracer
             check_traced(self.config, traced)
             return self.jitted(*args)
         check_jit(self.config.strategy)
@@ -72,7 +73,7 @@ class AotCompiled:
             args = (self.donated.distinct(args[0], state_leaves, leaves), *args[1:])
         # jit can locate the NaN, a compiled program cannot
         if checks_numbers():
-            with jax.set_mesh(None):
+            with without_mesh():
                 return self.jitted(*jax.tree.map(put_on_auto_axes, args))
         result = self._compiled[signature](*args)
         if self.donated is not None:
@@ -88,7 +89,7 @@ class AotCompiled:
 
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
         """Return the lowered program, also for abstract arguments."""
-        with jax.set_mesh(None):
+        with without_mesh():
             return self.jitted.lower(
                 abstract(args[0]), *jax.tree.map(abstract_on_auto_axes, args[1:])
             )

@@ -22,6 +22,7 @@ from shardopt.core._types import (
     with_leaves,
 )
 from shardopt.local_updates._state import PerReplica, ReplicaStates
+from shardopt.mesh import without_mesh
 from shardopt.step._average import average_of
 from shardopt.step._compressed import CompressedOptState
 from shardopt.step._host_values import params_as_arrays
@@ -333,7 +334,7 @@ def _holds(dtype: Any, value: Any) -> bool:
 
 def _place(values: PyTree, old: PyTree) -> PyTree:
     """Return copies of values with the dtypes and shardings of old arrays."""
-    with jax.set_mesh(None), jax.transfer_guard("allow"):
+    with without_mesh(), jax.transfer_guard("allow"):
         return jax.tree.map(_placed_like, old, values)
 
 

@@ -380,6 +380,80 @@ def test_a_loss_may_close_over_a_value_that_the_user_traces(constant, view, mesh
     np.testing.assert_allclose(loss_at(value, state), expected, rtol=1e-5)
 
 
+TRANSFORMATIONS = {
+    "grad": lambda f: jax.grad(f)(2.0),
+    "vmap": lambda f: jax.vmap(f)(jnp.array([1.0, 2.0])),
+    "jvp": lambda f: jax.jvp(f, (2.0,), (1.0,)),
+    "jacfwd": lambda f: jax.jacfwd(f)(2.0),
+    "vmap of grad": lambda f: jax.vmap(jax.grad(f))(jnp.array([1.0, 2.0])),
+}
+
+
+# a step within vmap cannot use the memory of its state
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
+@pytest.mark.parametrize("strategy", tiered(STRATEGIES, lambda name: name == "fsdp"))
+@pytest.mark.parametrize("name", ["grad", "vmap", "vmap of grad"])
+def test_a_step_within_a_transformation_without_jit_is_that_of_one_device(name, strategy, mesh_of):
+    """A sweep by `vmap`, a gradient by a hyperparameter: the loss closes over a tracer."""
+
+    def after_a_step(value):
+        def scaled(params, batch):
+            return square({**params, "w": params["w"] * value}, batch)
+
+        opt = STRATEGIES[strategy](optax.sgd(0.1), mesh_of(data=4), scaled)
+        state, metrics = opt.step(opt.init(PARAMS), X)
+        return metrics["loss"] + (state.params["w"] ** 2).sum() + opt.evaluate(state, X)["loss"]
+
+    def on_one_device(value):
+        def scaled(params):
+            return square({**params, "w": params["w"] * value}, X)
+
+        loss, grads = jax.value_and_grad(scaled)(PARAMS)
+        params = jax.tree.map(lambda param, grad: param - 0.1 * grad, PARAMS, grads)
+        return loss + (params["w"] ** 2).sum() + scaled(params)
+
+    transform = TRANSFORMATIONS[name]
+    chex.assert_trees_all_close(transform(after_a_step), transform(on_one_device), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", tiered(TRANSFORMATIONS, lambda name: name == "grad"))
+def test_a_step_that_a_transformation_does_not_touch_runs_as_it_is(name, mesh_of):
+    opt = so.zero(optax.adam(0.1), mesh_of(data=4), square)
+    expected = opt.step(opt.init(PARAMS), X)[1]["loss"]
+
+    def product(value):
+        scaled = so.fsdp(optax.sgd(0.1), opt.config.home.mesh, lambda p, b: square(p, b) * value)
+        loss = opt.step(opt.init(PARAMS), X)[1]["loss"]
+        return loss * scaled.evaluate(scaled.init(PARAMS), X)["loss"]
+
+    transform = TRANSFORMATIONS[name]
+    expected_product = transform(lambda value: expected * square(PARAMS, X) * value)
+    chex.assert_trees_all_close(transform(product), expected_product, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("parameter", "value"),
+    [
+        (np.float32(0), np.complex64(1 + 2j)),
+        (np.int32(0), np.float32(0.7)),
+        (np.int32(0), np.float32(np.nan)),
+        (np.bool_(False), np.int32(2)),
+        (jax.random.key(0), jax.random.key(0, impl="rbg")),
+        (jax.random.key(0), np.uint32(3)),
+    ],
+)
+def test_an_updated_value_that_a_cast_would_change_is_refused(parameter, value, mesh_of):
+    def loss_fn(params, batch):
+        return square(params, batch), {"new": so.losses.Updated({"c": jnp.asarray(value)})}
+
+    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=2), loss_fn, rules=[("^c$", "frozen")])
+    state = opt.init({**PARAMS, "c": parameter})
+    with pytest.raises(
+        ValueError, match=r"so\.losses\.Updated does not fit .*\n  c: .*, the param"
+    ):
+        opt.step(state, X)
+
+
 @pytest.mark.parametrize("rows", tiered([3, 13, 15], lambda rows: rows == 13))
 @pytest.mark.parametrize("strategy", tiered(STRATEGIES, lambda name: name == "fsdp"))
 def test_the_global_view_takes_rows_that_the_devices_do_not_divide(strategy, rows, mesh_of):

@@ -15,6 +15,7 @@ MODELS = {
     "gpt": lambda: gpt.init(gpt.config(dim=32, num_layers=2), jax.random.key(0)),
     "moe": lambda: moe.init(moe.config(dim=32, num_layers=2), jax.random.key(0)),
     "biases": lambda: decoder.init(DecoderConfig(dim=32, num_layers=2, hidden=32, fused="qkv"), jax.random.key(0)),
+    "norms of all heads": lambda: decoder.init(DecoderConfig(dim=32, num_layers=2, hidden=32, qk_norm="all"), jax.random.key(0)),
     "adapters": lambda: {"base": gpt.init(gpt.config(dim=32, num_layers=2), jax.random.key(0))},
 }  # fmt: skip
 
@@ -44,6 +45,28 @@ def test_decay_changes_weights_alone():
     updates, _ = tx.update(zeros, tx.init(params), params)
     changed = {path for path, update in leaves_with_paths(updates) if np.any(update)}
     assert changed == {"blocks/up", "layers/w"}
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [{"w": jnp.ones((4, 4)), "b": jnp.ones(4)}] * 2,
+        ({"w": jnp.ones((4, 4)), "b": jnp.ones(4)},),
+        {"0": {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}, "10": {"w": jnp.ones((4, 4))}},
+        [jnp.ones((4, 4)), jnp.ones(4)],
+    ],
+    ids=["list", "tuple", "dict", "arrays"],
+)
+@pytest.mark.parametrize("prefix", ["", "encoder"])
+def test_blocks_of_a_list_are_not_stacked(blocks, prefix):
+    params = {prefix: {"blocks": blocks}} if prefix else {"blocks": blocks}
+    mask = so.optimizers.decay_mask(params)
+    assert mask == jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+def test_one_stacked_leaf_is_no_weight_if_its_blocks_are_vectors():
+    params = {"blocks": jnp.ones((3, 4)), "first_blocks": jnp.ones((3, 4, 4))}
+    assert so.optimizers.decay_mask(params) == {"blocks": False, "first_blocks": True}
 
 
 def test_other_stacks_are_named_by_a_regex():
