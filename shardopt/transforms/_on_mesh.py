@@ -243,7 +243,7 @@ class _ChainOnMesh:
     def _update_device(
         self, updates: PyTree, state: PyTree, params: PyTree, **extra: Any
     ) -> tuple[PyTree, PyTree]:
-        device_state = map_by_mark(state, lambda leaf: leaf.reshape(leaf.shape[1:]), _unchanged)
+        device_state = map_by_mark(state, self._device_leaf, _unchanged)
         device_params = device_part(params) if self.own_params else params
         try:
             updates, device_state = self.tx.update(updates, device_state, device_params, **extra)
@@ -264,6 +264,16 @@ class _ChainOnMesh:
         if self.own_params:
             updates = jax.tree.map(lambda leaf: leaf[None], updates)
         return updates, map_by_mark(device_state, lambda leaf: jnp.asarray(leaf)[None], _unchanged)
+
+    def _device_leaf(self, stacked: jax.Array) -> jax.Array:
+        if stacked.shape[:1] == (1,):
+            return stacked[0]
+        problem = (
+            f"the state is not that of {self.mesh.shape[self.axis_name]} devices, or is not split:"
+            f" a leaf has shape {stacked.shape} on this device."
+        )
+        with calling("on_mesh"):
+            raise value_error(problem, fix="use tx.specs(state), or tx.resized(state).")
 
     def _check_shared(self, tree: PyTree) -> None:
         """Refuse what types show to differ between devices, but no link marks."""

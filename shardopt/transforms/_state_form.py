@@ -15,12 +15,6 @@ from shardopt.core._errors import type_error, value_error
 from shardopt.core._types import PyTree, leaves_with_paths
 from shardopt.reducers._axis import varying
 
-FIX_STACKED = (
-    "between steps it is stacked [N, ...]: wrap the chain in so.transforms.on_mesh, whose"
-    " update takes what shard_map hands in; its specs are the in_specs and out_specs."
-)
-"""The remedy for a state that is not in the form of one device, for messages."""
-
 
 def check_mesh(mesh: Mesh, axis_name: str) -> None:
     """Refuse a mesh that is none, or has no such axis."""
@@ -83,7 +77,11 @@ def check_form(state: PyTree, expected: PyTree) -> None:
     ]
     if wrong:
         problem = "the state is not in the form of one device."
-        raise value_error(problem, wrong, FIX_STACKED)
+        fix = (
+            "between steps it is stacked [N, ...]: wrap the chain in so.transforms.on_mesh, whose"
+            " update takes what shard_map hands in; its specs are the in_specs and out_specs."
+        )
+        raise value_error(problem, wrong, fix)
 
 
 def check_structure(old: PyTree, new: PyTree) -> None:

@@ -1,7 +1,9 @@
 """How the compiler shards arrays of a program, told while the program is compiled."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.extend.core import Primitive
@@ -17,22 +19,26 @@ def may_watch() -> bool:
     return jax.process_count() == 1 and not jax.config.values["jax_compilation_cache_dir"]
 
 
+Place = tuple[tuple[int, ...], Sharding]
+"""The shape of an array of a program, and its sharding. Under `vmap` the shape has a dim more."""
+
+
 def watch_shardings(
-    arrays: list[jax.Array], callback: Callable[[list[Sharding]], None]
+    arrays: list[jax.Array], callback: Callable[[list[Place]], None]
 ) -> list[jax.Array]:
-    """Return the arrays; the callback gets their shardings when the program is compiled.
+    """Return the arrays; the callback gets their places when the program is compiled.
 
     Outside of `jit` it gets them at once. A program that is lowered for `jax.export` has no
     callback: it could not be stored.
     """
-    shardings: dict[int, Sharding] = {}
+    places: dict[int, Place] = {}
 
-    def notice(index: int) -> Callable[[Sharding], None]:
-        def collect(sharding: Sharding) -> None:
-            shardings[index] = sharding
-            if len(shardings) == len(arrays):
-                callback([shardings[i] for i in range(len(arrays))])
-                shardings.clear()
+    def notice(index: int) -> Callable[..., None]:
+        def collect(*place: Any) -> None:
+            places[index] = place
+            if len(places) == len(arrays):
+                callback([places[i] for i in range(len(arrays))])
+                places.clear()
 
         return collect
 
@@ -43,12 +49,12 @@ _watch_p = Primitive("watch_sharding")
 """The identity. An effect in its place would keep a program from being exported."""
 
 
-def _watch_now(array: jax.Array, *, callback: Callable[[Sharding], None]) -> jax.Array:
-    callback(array.sharding)
+def _watch_now(array: jax.Array, *, callback: Callable[..., None]) -> jax.Array:
+    callback(array.shape, array.sharding)
     return array
 
 
-def _lower(ctx: mlir.LoweringRuleContext, value, *, callback: Callable[[Sharding], None]):
+def _lower(ctx: mlir.LoweringRuleContext, value, *, callback: Callable[..., None]):
     module = ctx.module_context
     if module.lowering_parameters.for_export:
         return [value]
@@ -62,7 +68,7 @@ def _lower(ctx: mlir.LoweringRuleContext, value, *, callback: Callable[[Sharding
         ctx = ctx.replace(module_context=module.replace(axis_context=axes))
 
     def inspect(array: jax.Array) -> list[jax.Array]:
-        jax.debug.inspect_array_sharding(array, callback=callback)
+        jax.debug.inspect_array_sharding(array, callback=functools.partial(callback, array.shape))
         return [array]
 
     return mlir.lower_fun(inspect)(ctx, value)

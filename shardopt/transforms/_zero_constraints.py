@@ -24,7 +24,7 @@ from shardopt.core._errors import calling, error_text, plural, value_error
 from shardopt.core._types import PyTree, leaves_with_paths, replaced
 from shardopt.mesh import spec_axes
 from shardopt.partition._plan import largest_divisible_dim
-from shardopt.transforms._watch import may_watch, watch_shardings
+from shardopt.transforms._watch import Place, may_watch, watch_shardings
 
 FREE = PartitionSpec.UNCONSTRAINED
 
@@ -114,7 +114,7 @@ class ByConstraints:
         leaves = [all_leaves[i] for i in places]
         arrays, treedef = jax.tree.flatten(state)
         watched = watch_shardings(
-            [arrays[i] for i in places], lambda shardings: self.warn_of_whole(leaves, shardings)
+            [arrays[i] for i in places], lambda watched: self.warn_of_whole(leaves, watched)
         )
         return treedef.unflatten(replaced(arrays, places, watched))
 
@@ -145,15 +145,15 @@ class ByConstraints:
         with calling("zero"):
             warnings.warn(error_text(problem, taken, fix), stacklevel=2)
 
-    def warn_of_whole(self, leaves: list[tuple[str, jax.Array]], shardings: list[Sharding]) -> None:
+    def warn_of_whole(self, leaves: list[tuple[str, jax.Array]], places: list[Place]) -> None:
         """Warn if leaves are whole along the axis."""
         whole_leaves = []
         num_bytes = 0
-        for (path, leaf), sharding in zip(leaves, shardings, strict=True):
-            if not _is_whole(leaf.shape, sharding, self.axis_name):
+        for (path, leaf), (shape, sharding) in zip(leaves, places, strict=True):
+            if not _is_whole(shape, sharding, self.axis_name):
                 continue
-            whole_leaves.append(f"{path}: shape {leaf.shape}")
-            num_bytes += math.prod(leaf.shape) * leaf.dtype.itemsize
+            whole_leaves.append(f"{path}: shape {shape}")
+            num_bytes += math.prod(shape) * leaf.dtype.itemsize
         if not whole_leaves:
             return
         count = f"{len(whole_leaves)} of {plural(len(leaves), 'leaf')} of the optimizer state"

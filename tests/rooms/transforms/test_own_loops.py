@@ -245,6 +245,30 @@ def test_a_stored_state_that_is_not_taken_apart_is_refused(name, mesh_of):
         step(grads, state, params)
 
 
+@pytest.mark.parametrize("way", ["jit", "shard_map"])
+@pytest.mark.parametrize("name", PER_DEVICE)
+def test_a_state_of_another_number_of_devices_is_refused_with_a_remedy(name, way, mesh_of):
+    own_params = "local" in name or name == "diloco"
+    of_8, of_4 = (
+        T.on_mesh(PER_DEVICE[name](), mesh_of(data=size), "data", own_params=own_params)
+        for size in (8, 4)
+    )
+    grads, params = {"w": jnp.ones((4, 8, 4))}, {"w": jnp.ones((8, 4))}
+    state = jax.eval_shape(of_8.init, {"w": jnp.ones((8, 8, 4))} if own_params else params)
+    params = grads if own_params else params
+    split = P("data") if own_params else P()
+
+    def local(grads, state, params):
+        return of_4.update({"w": grads["w"][0]}, state, params)
+
+    step, specs = of_4.update, of_4.specs(state)
+    if way == "shard_map":
+        in_specs, out_specs = (P("data"), specs, split), (split, specs)
+        step = jax.shard_map(local, mesh=mesh_of(data=4), in_specs=in_specs, out_specs=out_specs)
+    with pytest.raises(ValueError, match=r"on_mesh: .* not that of 4 devices.*\nFix: .*resized"):
+        jax.eval_shape(step, grads, state, params)
+
+
 AVERAGED = {
     "average_gradients": lambda: T.average_gradients("data"),
     "int8": lambda: T.average_gradients("data", R.int8()),
@@ -501,6 +525,34 @@ def test_the_mean_of_local_parameters_is_local_sgd_in_a_loop_of_ones_own(every, 
         np.testing.assert_allclose(
             params[name], np.stack([expected.params[name]] * 4), rtol=1e-9, atol=1e-12
         )
+
+
+def nested(step):
+    return jax.vmap(jax.vmap(step))
+
+
+VMAPPED = {"seeds": jax.vmap, "two axes": nested, "last dim": lambda f: jax.vmap(f, -1, -1)}
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("name", tiered(VMAPPED, lambda name: name == "last dim"))
+def test_zero_trains_several_seeds_at_once_and_still_warns_of_a_whole_state(
+    name, whole, mesh_of, no_stored_programs
+):
+    mesh, inner, transform = mesh_of(data=8), optax.adam(1e-2), VMAPPED[name]
+    tx, replicated = T.zero(inner, "data", mesh), jax.NamedSharding(mesh, P())
+    shape = {"seeds": (2, 16, 8), "two axes": (2, 3, 16, 8), "last dim": (16, 8, 2)}[name]
+    params = jax.device_put(np.random.default_rng(0).normal(size=shape), replicated)
+    state = transform(tx.init)(params)
+    if whole:
+        state = jax.device_put(state, replicated)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        updates, new_state = jax.jit(transform(tx.update))(params, state, params)
+    expected, _ = transform(inner.update)(params, transform(inner.init)(params), params)
+    np.testing.assert_allclose(updates, expected, rtol=1e-5)
+    assert any("come in unsharded" in str(warning.message) for warning in caught) == whole
+    assert new_state[0].mu.addressable_shards[0].data.size == params.size // 8
 
 
 # Gradients of each device under jit.
