@@ -119,7 +119,7 @@ class Checkpoints:
           mode: "min" or "max": which value of the metric is best.
           resume: whether `fit` continues from the newest checkpoint in the folder. If False, `fit`
             refuses a folder with checkpoints. "new_chain" if the optax chain may be another one
-            since then, or a dict that says which state is which: see `new_chain` of `restore`.
+            since then. Or a dict that says which state is which: see `new_chain` of `restore`.
           memory_every: steps between snapshots, at least 1. A snapshot is a copy of the train state
             in the memory of this host and of the next host. Processes that outlive training hold
             the newest two of each. `fit` takes snapshots. If `shardopt launch --max-restarts`

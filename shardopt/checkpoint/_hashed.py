@@ -1,4 +1,4 @@
-"""Parameters of which a checkpoint has only a hash, such as the frozen base of adapters."""
+"""Parameters that a checkpoint has only a hash of, such as the frozen base of adapters."""
 
 import hashlib
 import re
@@ -54,7 +54,7 @@ def without_hashed(state: Any, patterns: Sequence[re.Pattern[str]]) -> Any:
 
 
 def record_of(params: PyTree, patterns: Sequence[re.Pattern[str]]) -> JsonObject:
-    """Return what a checkpoint stores of the parameters that match."""
+    """Return the record that a checkpoint stores of the parameters that match."""
     hashed = [(path, leaf) for path, leaf in leaves_with_paths(params) if is_hashed(path, patterns)]
     return {"hash": hash_of_leaves(hashed), "patterns": [pattern.pattern for pattern in patterns]}
 

@@ -1,6 +1,6 @@
 """A checkpoint for another optax chain: which stored leaf fills which leaf of the new state.
 
-A leaf is matched by what it is (`mu`, `trace`, `count`) and by its parameter. Its place in the chain
+A leaf is matched by its role (`mu`, `trace`, `count`) and by its parameter. Its place in the chain
 is no evidence: in chain(clip, trace, trace) and chain(trace, trace) another trace is second.
 
 The leaves of one transformation are a record, such as (count, mu, nu) of Adam. A record is filled
@@ -95,7 +95,7 @@ def match_leaves(
 
     Raises:
       CheckpointError: if several stored leaves fit, or fit several leaves.
-      ValueError: if `new_chain` names what is not there.
+      ValueError: if `new_chain` names a state that is not there.
     """
     stored, wanted = list(stored), list(wanted)
     params = {path[1:] for path in (*stored, *wanted) if path[0] == "params"}
@@ -147,8 +147,8 @@ def _filled_records(
 ) -> tuple[dict[LeafPath, LeafPath], dict[LeafPath, list[LeafPath]]]:
     """Return the sources of leaves in the chain, and further leaves that must be equal to them.
 
-    A record is filled by a record with the same fields; else by one with more fields; else by one
-    without its running maxima; else by one whose type or fields were renamed.
+    A record is filled by a record with the same fields, else by one with more fields. Else it is
+    filled by one without its running maxima, else by one whose type or fields were renamed.
     """
     old_records, new_records = (
         _records(paths, root, params, kind)

@@ -220,7 +220,7 @@ def _started(
 def _tell_match(
     source: str, meta: Meta, wanted_state: PyTree, match: Match, new_params: set[LeafPath]
 ) -> None:
-    """Print what was matched, started and dropped."""
+    """Print which states were matched, started and dropped."""
     wanted = {path: describe(leaf) for path, leaf in leaves_by_path(wanted_state).items()}
     lines = []
     moved = Counter(

@@ -57,7 +57,8 @@ def restore(
         state: a pytree of `jax.ShapeDtypeStruct` with shardings, in the form of the saved state,
         such as `opt.abstract_state()`, or a part of it, such as `{"params": {"backbone": ...}}`.
         Only the arrays of the part are read, so their files are compared by size, without SHA-256.
-        What was left is printed. A `TrainState` is no part, unless a field of it is None or ().
+        The names of other leaves are printed. A `TrainState` is no part, unless a field of it is
+        None or ().
       step: the number of the checkpoint; by default the newest.
       abstract_params: pytree of `jax.ShapeDtypeStruct`: the parameters, if the optimizer has not
         seen them. Without this, they are rebuilt from the checkpoint, if their containers are only
@@ -69,8 +70,9 @@ def restore(
       new_chain: True if the optax chain of the optimizer may be another one than the saved chain.
         Each state of the optimizer is then matched by its fields, such as `mu` and `count`, and by
         its parameters, wherever it lies in the chain. Other states start again from the restored
-        parameters. What was matched, started and dropped is printed. Or a dict that says which
-        stored state is which: `{"opt_state/1": "opt_state/0"}`, and None for one that starts again.
+        parameters. `restore` prints which states were matched, started and dropped. Or a dict that
+        says which stored state is which: `{"opt_state/1": "opt_state/0"}`, and None for one that
+        starts again.
 
     Returns:
       The state, with the shardings of `opt.abstract_state(abstract_params)`, or of the abstract
@@ -174,8 +176,8 @@ def load(
 def check_target(
     target: ShardedOptimizer | PyTree, abstract_params: PyTree = None, new_chain: NewChain = False
 ) -> None:
-    """Refuse what is neither an optimizer nor an abstract state with shardings, and arguments that
-    only an optimizer takes.
+    """Refuse a target that is neither an optimizer nor an abstract state with shardings. Refuse
+    arguments that only an optimizer takes.
 
     Raises:
       TypeError: if the target or another argument is of the wrong kind.
@@ -370,7 +372,7 @@ def _check_is_ours(folder: Path) -> None:
 
 
 def _check_undamaged(directory: Path, step: int, *, arrays: bool = True) -> None:
-    """Refuse a step whose files are not those that were written.
+    """Refuse a step whose files differ from the files that were written.
 
     Args:
       directory: the folder of the run.

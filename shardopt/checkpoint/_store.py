@@ -179,7 +179,7 @@ class Writer:
         self._folder, self._passed = "", 0
         # By default orbax also writes metadata about shards, into a folder for which all other
         # processes wait: ten minutes, if somebody deleted it. Reading does not need this metadata.
-        # Where several devices hold a leaf, each writes a slice of it. jax compiles a program to
+        # If several devices hold a leaf, each writes a slice of it. But jax compiles a program to
         # cut each shape on each device, so one device writes a small leaf whole.
         options = {"array_metadata_store": None, "min_slice_bytes_for_replica_parallel": 2**20}
         handlers = [(jax.Array, ocp.type_handlers.ArrayHandler(**options))]

@@ -135,7 +135,8 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def parse(words: Sequence[str], defaults: RunOptions | None = None) -> Any:
     """Return the options of the command in the words.
 
-    `defaults` replaces the default options of their command. `--help` leaves out what is `More`.
+    `defaults` replaces the default options of their command. `--help` leaves out the options that
+    are `More`.
     """
     wants_help, wants_all = not {"-h", "--help"}.isdisjoint(words), "--help-all" in words
     if wants_help or wants_all:

@@ -21,7 +21,7 @@ class Condition(NamedTuple):
     Attributes:
       names: the options that need it.
       holds: whether it holds.
-      purpose: what they are for, and what was asked for instead; with fields of `options`.
+      purpose: their use, and the choice that the user made instead; with fields of `options`.
       choice: how to make it hold.
     """
 

@@ -1,7 +1,7 @@
 """The options of `shardopt train` and `tune`: one dataclass per group of their help, one field per
 option, with its type, check, default and meaning.
 
-`--help` leaves out what is `More`, which `--help-all` shows.
+`--help` leaves out the options that are `More`, which `--help-all` shows.
 """
 
 import dataclasses
@@ -225,7 +225,7 @@ class FolderOptions:
 
 
 class PlacedOptions:
-    """What the options of a command say about placement."""
+    """The options of a command about placement."""
 
     where: DeviceOptions
     pipeline: PipelineOptions
@@ -369,7 +369,9 @@ Options = TypeVar("Options", bound="TrainOptions | TuneOptions")
 
 
 def brief(options_type: type) -> type:
-    """Return a type of options without those that are `More`; its help says how many these are."""
+    """Return a type of options without the options that are `More`; its help says how many it left
+    out.
+    """
     hints = get_type_hints(options_type, include_extras=True)
     annotations, defaults = {}, {}
     count = 0
@@ -432,7 +434,7 @@ def flag(option: str) -> str:
 
 
 def changed_flags(options: RunOptions, names: Iterable[str]) -> list[str]:
-    """Return those of some options that are not the default, as they are written.
+    """Return the options among `names` that are not the default, as they are written.
 
     Example:
       >>> options = TunedModelOptions(lora_rank=2, recompute_blocks=False)

@@ -76,7 +76,7 @@ def order_changes(options: RunOptions, text_bytes: int) -> list[str]:
 
 
 def _order_of(options: RunOptions, text_bytes: int) -> dict[str, object]:
-    """Return what the order of the batches depends on."""
+    """Return the options that the order of the batches depends on."""
     return {
         "--length": options.model.length,
         "--batch-size": options.training.batch_size,

@@ -131,7 +131,7 @@ def named_strategy(
     model: so.BlockModel,
     arguments: Mapping[str, Any],
 ) -> so.ShardedOptimizer:
-    """Return the strategy with a name such as "zero1", with those of the arguments that it takes."""
+    """Return the strategy with a name such as "zero1", with the arguments that it takes."""
     if name.startswith("zero"):
         strategy = functools.partial(so.zero, stage=int(name.removeprefix("zero")))
     else:

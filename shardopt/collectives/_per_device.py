@@ -112,7 +112,7 @@ def all_reduce(
       axes: mesh axis names; if one device has all shares, the leaves are returned as they are.
       specs: how each leaf is sharded over the tensor axis; by default not at all.
     """
-    # XLA:CPU copies what it sums over one device, and waits for it on another thread
+    # XLA:CPU copies an array that it sums over one device, and waits for it on another thread
     if not axes or jax.lax.axis_size(tuple(axes)) == 1:
         return list(leaves)
     specs = [PartitionSpec()] * len(leaves) if specs is None else specs

@@ -84,7 +84,7 @@ def all_gather(
 
 
 def _cast_to_send(x: jax.Array, wire: LeafWire, *, in_place: bool) -> jax.Array:
-    """Return a shard in the dtype in which it is gathered."""
+    """Return a shard in the dtype of its gather."""
     if wire.gather_dtype is None or x.dtype == wire.gather_dtype:
         return x
     return _cast_in_place(x, wire.gather_dtype) if in_place else x.astype(wire.gather_dtype)

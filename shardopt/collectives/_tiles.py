@@ -54,9 +54,9 @@ def in_gathered_layout(gathered: jax.Array, dim: int) -> jax.Array:
     XLA:TPU may choose another one, and copy. For 4096 tokens a chip of Llama 3 8B (v5p:4x4x4, all
     products kept, 16 ms a block):
 
-    - It stores the kept product of a weight [D, C, F] of few parts C with tokens next to each
-      other, and copies it in the backward pass, 1.2 ms. The layout of the gather has the components
-      of D next to each other.
+    - A weight [D, C, F] may have few parts C. XLA:TPU stores its kept product with tokens next to
+      each other, and copies it in the backward pass, 1.2 ms. The layout of the gather has the
+      components of D next to each other.
     - It copies the weight [H, K, D] after attention, 0.1 ms.
     """
     if gathered.ndim != 3 or dim != 2:

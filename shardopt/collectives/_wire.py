@@ -1,4 +1,4 @@
-"""`LeafWire`: how a leaf and its gradient travel between devices, and in which form."""
+"""`LeafWire`: how a leaf and its gradient travel between devices, and their form on the way."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +12,7 @@ from shardopt.mesh import device_kind
 
 
 class Encoded(NamedTuple):
-    """A shard in the form in which it is gathered.
+    """A shard in the form of its gather.
 
     Attributes:
       arrays: the arrays that are gathered, on the dim of the leaf.
@@ -40,7 +40,7 @@ class WireForm(Protocol):
         ...
 
     def gradient(self, cotangent: Any) -> jax.Array:
-        """Return the gradient of the leaf, from that of the decoded leaf."""
+        """Return the gradient of the leaf, from the gradient of the decoded leaf."""
         ...
 
 

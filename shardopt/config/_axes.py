@@ -1,8 +1,8 @@
 """One table: the part of the work that each mesh axis splits, and the gradients that are summed
 over it.
 
-The table decides how leaves are sharded and which collectives run: **a leaf may be sharded over the
-axes that its gradient is summed over.** If a leaf is sharded over an axis, its gradient is
+The table decides how leaves are sharded and which collectives run. **A leaf may be sharded over the
+axes that its gradient is summed over**. If a leaf is sharded over an axis, its gradient is
 reduce-scattered over it. Otherwise its gradient is all-reduced.
 """
 

@@ -161,7 +161,7 @@ class StrategyConfig(NamedTuple):
         first dim.
       sync_gradients: whether gradients are averaged over replicas that have their own parameters,
         as in a warm-up.
-      axis_names: the names of the axes of the user's mesh; None for those of `so.make_mesh`.
+      axis_names: the names of the axes of the user's mesh; None for the names of `so.make_mesh`.
       user_mesh: where state, batch and metrics live; None until checked.
       sums: whether the gradients of a step come with the sums of each device's own gradient, see
         `diagnose._verified`.

@@ -125,7 +125,7 @@ def _check_patterns(name: str, patterns: Sequence[str]) -> None:
 
 
 def check_batch_dims(name: str, dims: Any) -> BatchDims:
-    """Return `batch_dims` as a tuple of rules; refuse what is none."""
+    """Return `batch_dims` as a tuple of rules; refuse any other value."""
     rules = None if isinstance(dims, str) or not isinstance(dims, Iterable) else tuple(dims)
     if rules is None or not all(map(_is_dims_rule, rules)):
         problem = (

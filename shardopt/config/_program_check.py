@@ -1,4 +1,4 @@
-"""The fifth slot of a step: what must hold of a compiled program."""
+"""The fifth slot of a step: conditions that a compiled program must satisfy."""
 
 from typing import Protocol
 

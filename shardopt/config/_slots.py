@@ -1,4 +1,5 @@
-"""The slots of a step: what a strategy or an option hands in. The step itself names no feature.
+"""The slots of a step: the parts that a strategy or an option hands in. The step itself names no
+feature.
 
 A slot is filled where the strategy is made (`strategies/_slots.py`). The core's own fillings are in
 `step/` and `losses/`.
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class StepInputs(NamedTuple):
-    """What a device differentiates in one step, in the per-device view.
+    """The inputs that a device differentiates in one step, in the per-device view.
 
     Attributes:
       params: all leaves of the parameters, as they are placed.
@@ -64,7 +65,7 @@ class DeviceLoss(Protocol):
     def stored_order(
         self, config: StrategyConfig, layout: Layout, grads: list[jax.Array]
     ) -> list[jax.Array]:
-        """Return gradients that are summed over devices in the order in which leaves are stored."""
+        """Return gradients that are summed over devices, in the order of the stored leaves."""
         ...
 
 
@@ -77,7 +78,7 @@ class Differentiate(Protocol):
 
     def gradients(self, config: StrategyConfig, layout: Layout) -> Callable[..., Gradients]:
         """Return `gradients(params, batch, step, rng, reducer_state=None)`, to be called in the
-        global view. The gradients are those of the union batch.
+        global view. They are the gradients of the union batch.
         """
         ...
 
@@ -128,7 +129,7 @@ class Reduce(Protocol):
           grads: the gradients of this device.
           loss: total and weight of the loss of the union batch.
           state: its state.
-          stored_order: brings gradients into the order in which leaves are stored.
+          stored_order: brings gradients into the order of the stored leaves.
         """
         ...
 
@@ -161,7 +162,7 @@ class Wire(Protocol):
     def __call__(
         self, wire: WireOptions, plan: LeafPlan, rounding: Rounding | None = None
     ) -> LeafWire:
-        """Return how a leaf travels; `rounding` is what a model says of a weight of its blocks."""
+        """Return how a leaf travels; `rounding` is the model's choice for a weight of its blocks."""
         ...
 
 
@@ -198,7 +199,7 @@ class StepSlots(NamedTuple):
       reduce: makes the reduction of some trained leaves.
       update: one update of the optimizer.
       wire: how a leaf travels.
-      remat: chooses what a block whose weights are gathered keeps for its backward pass.
+      remat: chooses the values that a block with gathered weights keeps for its backward pass.
       counts: returns for some parameters how many blocks each virtual stage of a pipeline runs.
     """
 

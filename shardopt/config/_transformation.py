@@ -74,7 +74,7 @@ class Unsupported(NamedTuple):
 
     Attributes:
       state: the type of its state.
-      problem: a sentence: its name in optax, and what it would need.
+      problem: a sentence with its name in optax, and the values that it would need.
       fix: what to use instead.
     """
 

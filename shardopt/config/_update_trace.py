@@ -1,4 +1,4 @@
-"""The trace of an optimizer update, in which each evaluation of the loss is a single equation."""
+"""The trace of an optimizer update: each evaluation of the loss is a single equation in it."""
 
 from collections.abc import Callable
 

@@ -8,9 +8,9 @@ has the bits b_p, and
     first = sum_p f(b_p ^ f(p)),    second = sum_p g(f(b_p ^ f(p)) + p)    (both modulo 2^32)
 
 with bijections f and g that look random. So a single changed element always changes both numbers,
-and other changes go unseen with probability 2^-64. (A product with an odd weight is not enough: two
-changed sign bits cancel.) The sums of the shards of an array add up to the sum of the array, in any
-order, if p counts the elements of the whole array.
+and other changes go unseen with probability 2^-64. A product with an odd weight is not enough,
+because two changed sign bits cancel. The sums of the shards of an array add up to the sum of the
+array, in any order, if p counts the elements of the whole array.
 """
 
 from collections.abc import Sequence

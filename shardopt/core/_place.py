@@ -185,7 +185,7 @@ def _torchrun_place() -> ProcessPlace | None:
 
 
 def _sized_world() -> ProcessPlace | None:
-    """Return the place of a process that is told the number of processes and not its rank."""
+    """Return the place of a process that gets the number of processes, and not its rank."""
     return _of_variables("torchrun", "WORLD_SIZE", "RANK")
 
 

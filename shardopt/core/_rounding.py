@@ -1,4 +1,4 @@
-"""`Rounding`: what a model says of a weight that is rounded to 8 bits."""
+"""`Rounding`: the model's choice for a weight that is rounded to 8 bits."""
 
 from typing import Literal, NamedTuple
 

@@ -22,7 +22,7 @@ class StandIn:
 
     Attributes:
       caller: the function that reads it.
-      problem: a sentence that says what the object is.
+      problem: a sentence that describes the object.
       fix: the right way to read it.
     """
 

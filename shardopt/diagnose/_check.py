@@ -82,9 +82,9 @@ def check(
     dropout is off.
 
     **Reducers**: a reducer that compresses keeps two promises, and both are compared. With error
-    feedback, N times the mean and what is not sent add up to N times the gradient. A message of
-    `int8`, `sign`, `top_k` and `power_sgd` is what its formula says. `check` adds error feedback
-    to a reducer without it.
+    feedback, N times the mean and the unsent values add up to N times the gradient. A message of
+    `int8`, `sign`, `top_k` and `power_sgd` is what its formula says. `check` adds error feedback to
+    a reducer without it.
 
     **Large models**: the whole model and batch must fit one device. Check a reduced one with the
     same strategy: fewer layers, narrower ones, and short sequences.

@@ -100,7 +100,7 @@ class OneDevice:
         )
 
     def _as_sent(self, params: PyTree) -> PyTree:
-        """Return the parameters in the dtype in which the loss is asked to read them."""
+        """Return the parameters in the dtype that the loss should read."""
         dtype = self.config.wire.gather_dtype
         if dtype is None:
             return params

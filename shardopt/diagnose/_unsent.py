@@ -21,12 +21,14 @@ from shardopt.step._compressed import CompressedMean, CompressionPlan
 
 
 def with_memory(reducer: Reducer) -> Reducer:
-    """Return the reducer with error feedback, so that its state holds what it did not send."""
+    """Return the reducer with error feedback, so that its state holds the values that it did not
+    send.
+    """
     return reducer if reducer.name.startswith("error_feedback(") else error_feedback(reducer)
 
 
 def unsent(layout: Layout, opt_state: PyTree) -> list[np.ndarray]:
-    """Return for each trained leaf what was not sent of its gradients, summed over devices.
+    """Return for each trained leaf the unsent part of its gradients, summed over devices.
 
     Args:
       layout: of the parameters.
@@ -46,9 +48,9 @@ def exact_gradients(
     before: Sequence[np.ndarray],
     after: Sequence[np.ndarray],
 ) -> list[np.ndarray]:
-    """Return the gradients of which a reducer sent the means.
+    """Return the gradients whose means a reducer sent.
 
-    N mean + what is unsent after a step = N gradient + what was unsent before it.
+    N mean + the unsent part after a step = N gradient + the unsent part before it.
     """
     size = _plan(layout).size
     return [

@@ -1,9 +1,9 @@
 """A step that is computed twice: on its own devices, and on the same devices in another order.
 
-`VerifiedStep` compiles the step once more, with sums of the bits (`core._checksum`) of what each
-device reads, computes and writes. The same program compiled for devices in another order gives each
-device the work of another one, bit for bit. So the sums of both runs are equal, position by
-position, unless a device computes wrong.
+`VerifiedStep` compiles the step once more, with sums of the bits (`core._checksum`) of all arrays
+that each device reads, computes and writes. The same program compiled for devices in another order
+gives each device the work of another one, bit for bit. So the sums of both runs are equal, position
+by position, unless a device computes wrong.
 """
 
 import dataclasses
@@ -246,8 +246,8 @@ def sums_of(
             totals[copies] = totals[copies] + joined([total], [number])
         return jnp.stack(list(totals.values()))[None]
 
-    # Behind a barrier, so that what is summed is what the step reads or writes, and not a copy that
-    # was computed apart.
+    # The sums stand behind a barrier, so that they sum the arrays that the step reads or writes,
+    # and not a copy that was computed apart.
     run = jax.shard_map(
         local_sums,
         mesh=mesh,

@@ -220,7 +220,7 @@ class Comparison:
     def _state_changed(
         self, name: str, before: PyTree, expected: PyTree, actual: PyTree
     ) -> Iterator[Difference]:
-        """Compare the leaves of a state; those that do not differ have one name together."""
+        """Compare the leaves of a state; leaves that do not differ have one name together."""
         for difference in self._changed(name, before, expected, actual):
             yield difference if difference.differs else difference._replace(name=name)
 

@@ -1,4 +1,4 @@
-"""Where a kernel for TPU runs: on which devices, on which shards, and in how much memory."""
+"""The devices, the shards and the memory that a kernel for TPU runs on."""
 
 from collections.abc import Callable
 from typing import Any

@@ -79,7 +79,7 @@ def _whole_rows_forward(
     mixed, logsumexp = _run_kernel(query, key, value, segments, segments, rule)
     if sinks is None:
         mixed, logsumexp = checkpoint_name(mixed, NAME), checkpoint_name(logsumexp, NAME)
-    else:  # the kernel's result is that of one key with this score
+    else:  # the kernel's result counts as one key with this score
         mixed, logsumexp = finish(
             State(logsumexp, jnp.ones_like(logsumexp), mixed), mixed.dtype, sinks
         )

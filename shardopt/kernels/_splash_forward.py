@@ -125,7 +125,7 @@ def _last(i: Any, blocks: int, rule: MaskRule) -> Any:
 def _mix(
     query_ref: Any, key_ref: Any, value_ref: Any, *refs: Any, rule: MaskRule, block: int
 ) -> None:
-    """Write what the queries of a block mix, with a softmax over blocks of keys.
+    """Write the mixed values of the queries of a block, with a softmax over blocks of keys.
 
     Rows are the queries of all heads.
     """

@@ -22,7 +22,7 @@ def hide(
       query_lead: position of the first query minus position of the first key.
       dim: 0 if rows of a tile are queries, 1 if they are keys.
       same_segment: [block, block], or None.
-      rule: what a query sees by position.
+      rule: the keys that a query sees by position.
     """
     shape = scores.shape[-2:]
     gap = (

@@ -207,6 +207,8 @@ def unstack_equal_replicas(
 def _specs(
     config: StrategyConfig, plans: Sequence[LeafPlan]
 ) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
-    """Return how parameters are sharded over data: shared ones, and those of stacked replicas."""
+    """Return how parameters are sharded over data: shared ones, and the parameters of stacked
+    replicas.
+    """
     specs = [plan.data_spec(sharded=config.placement.params) for plan in plans]
     return specs, [config.axes.stack(spec) for spec in specs]

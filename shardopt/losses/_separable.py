@@ -261,7 +261,7 @@ def _find_row_mixing(
     see `per_row`.
 
     Raises:
-      ValueError: if rows are in other dims than those that the strategy cuts.
+      ValueError: if rows are in other dims than the dims that the strategy cuts.
     """
     leaves, treedef = jax.tree.flatten(batch)
     dims = [dim for _, dim in cut.dims_of(leaves)]

@@ -72,7 +72,7 @@ class RoundedForm(NamedTuple):
 def wire_form(
     dim: int | None, tensor: PartitionSpec, rounding: Rounding | None
 ) -> RoundedForm | None:
-    """Return the form in which a leaf of a block is gathered.
+    """Return the form of a leaf of a block when it is gathered.
 
     None if it has no rounding, is not sharded, or is sharded over tensor.
     """
@@ -90,7 +90,7 @@ class RoundedWeight(StandIn):
       numbers: the numbers of 8 bits, by `as_bits`.
       scale: the factors of its channels; summed dims have size 1.
       zeros: zeros, which no product reads. Their gradient is the gradient of the weight.
-      rounding: how it is rounded, with the dtype in which it was.
+      rounding: how it is rounded, with its dtype before.
       is_cast: whether the block has cast it to the dtype of its rounding, or gets it in this dtype.
     """
 

@@ -68,7 +68,7 @@ class StreamedUpdate:
     update: OptimizerUpdate
 
     def describe(self, config: StrategyConfig, layout: Layout) -> Owners | None:
-        """Return what the update of a state on the device says."""
+        """Return the report of the update of a state on the device."""
         return self.update.describe(config, layout)
 
     def __call__(

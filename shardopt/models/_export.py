@@ -88,7 +88,7 @@ def _mathematics(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _unfused(config: DecoderConfig, params: Params) -> Params:
-    """Return the parameters of a decoder as those of one without fused products."""
+    """Return the parameters of a decoder as a decoder without fused products has them."""
     blocks = params["blocks"]
     attention, mlp = dict(blocks["attention"]), dict(blocks["mlp"])
     if config.fused == "qkv":

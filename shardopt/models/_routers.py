@@ -1,5 +1,5 @@
-"""The statistics that routers of experts pass from block to block, and what the loss makes of them:
-balance and metrics.
+"""The statistics that routers of experts pass from block to block, and the balance and metrics that
+the loss makes of them.
 """
 
 import functools

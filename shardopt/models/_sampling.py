@@ -39,7 +39,7 @@ def sample(
       top_k: draw only from this many likeliest tokens; None draws from all.
 
     Returns:
-      Token ids [B, T + num_tokens], the prompt first. Where logits are NaN, tokens of -1 follow.
+      Token ids [B, T + num_tokens], the prompt first. If logits are NaN, tokens of -1 follow.
 
     Raises:
       TypeError: if the prompt or a number of tokens is not of integers, or temperature is no number.

@@ -429,7 +429,8 @@ def masked_attention(
     The others are as in `attention`.
 
     The softmax is divided by its sum after the values are mixed. So K numbers per query are
-    divided, not S. Of the arrays of size S, only the exponentials are stored for the backward pass.
+    divided, not S. The exponentials are the only arrays of size S that are stored for the backward
+    pass.
     """
     B, T, H, K = query.shape
     wide, query_dims, key_dims = wide_dtype(query.dtype), "h", "h"

@@ -71,7 +71,7 @@ def exchanged_attention(
         lax.all_gather, axis_name=axes, axis=1, axis_index_groups=groups, tiled=True
     )
     marks = jax.tree.map(lambda x: gather(x), marks)
-    if sinks is not None:  # those of this device's heads
+    if sinks is not None:  # the sinks of this device's heads
         count = sinks.shape[0] // degree
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axes) % degree * count, count)
     mixed = run(to_heads(query), to_heads(key), to_heads(value), marks, sinks)

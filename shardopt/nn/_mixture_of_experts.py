@@ -202,8 +202,8 @@ class _Axes(NamedTuple):
     """Mesh axes within a region that is manual over all.
 
     Attributes:
-      expert: those that rows travel over.
-      tensor: those that shard hidden units.
+      expert: the axes that rows travel over.
+      tensor: the axes that shard hidden units.
     """
 
     expert: tuple[str, ...] = ()

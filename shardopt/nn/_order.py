@@ -63,7 +63,7 @@ def positions(length: int) -> Int[Array, " T"]:
 
 
 def row_length(length: int) -> int:
-    """Return the positions of a whole row, of which this device holds `length`."""
+    """Return the number of positions of a whole row, if this device holds `length` of them."""
     return length if is_analysed() else length * math.prod(manual_context_axes().values())
 
 

@@ -102,8 +102,8 @@ def quantized_einsum(
 def _check_operands(
     subscripts: str, x: Array, weight: Array | RoundedWeight, *, any_dtype: bool
 ) -> None:
-    """Refuse operands with more or fewer dims than the subscripts, and without `any_dtype` those
-    that are not floating.
+    """Refuse operands with more or fewer dims than the subscripts. Without `any_dtype`
+    refuse operands that are not floating too.
     """
     for operand, letters in zip((x, weight), parse_subscripts(subscripts)[:2], strict=True):
         if len(operand.shape) != len(letters) or not (any_dtype or is_floating(operand)):

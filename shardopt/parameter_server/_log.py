@@ -128,7 +128,7 @@ class Log:
         return summarize(self)
 
     def timeline(self) -> list[Segment]:
-        """Return the periods in which each worker computed or waited, in the order of their ends.
+        """Return the periods when each worker computed or waited, in the order of their ends.
 
         Example:
           >>> import shardopt as so

@@ -194,7 +194,7 @@ class AsyncOptimizer:
 
 
 def _periods(availability: Availability | None, num_workers: int) -> Availability:
-    """Return the periods in which each worker is present, in versions."""
+    """Return the periods when each worker is present, in versions."""
     always = [(0, math.inf)]
     if availability is None:
         return dict.fromkeys(range(num_workers), always)

@@ -371,7 +371,7 @@ def load_snapshot(
 
 
 def check_settings(caller: str, source: str, saved: Header, current: Header) -> None:
-    """Refuse settings other than those that a checkpoint or a log has saved."""
+    """Refuse settings other than the saved settings of a checkpoint or a log."""
     names = [name for name in {**saved, **current} if name not in ("initial", "final", "devices")]
     differences = [
         f"{name}: {saved.get(name)} in the {source}, {current.get(name)} now"

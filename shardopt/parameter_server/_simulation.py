@@ -121,7 +121,7 @@ def simulate(
     4. It pushes: latency + message_bytes / bandwidth again. The server takes pushes in the order of
        arrival, and needs server_seconds for each.
 
-    Of two events at the same time, the event that was scheduled first happens first.
+    If two events have the same time, the event that was scheduled first happens first.
 
     With `tx`, `loss_fn`, `params` and `batches_of` the run also computes the real gradients and
     updates, on one thread. Without them only time is simulated, and thousands of workers take

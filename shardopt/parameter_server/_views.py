@@ -68,7 +68,7 @@ class Segment(NamedTuple):
 
 
 def timeline(log: Iterable["Event"]) -> list[Segment]:
-    """Return the periods in which each worker computed or waited, in the order of their ends."""
+    """Return the periods when each worker computed or waited, in the order of their ends."""
     segments: list[Segment] = []
     # worker -> ("step" or "between" steps, the time since which it is)
     since: dict[int, tuple[str, float]] = {}

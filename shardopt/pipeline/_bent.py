@@ -124,7 +124,7 @@ def dual_pipe_v(num_stages: int, num_micro_batches: int) -> Schedule:
 def _from_programs(
     name: str, num_micro_batches: int, stage_programs: list[list[tuple[int, str]]]
 ) -> Schedule:
-    """Return the schedule in which each stage runs its program: pairs (repetitions, words).
+    """Return the schedule whose stages run their programs: pairs (repetitions, words).
 
     `F1` is the forward of the next micro-batch in chunk 1. `W1` is the oldest weight pass of chunk
     1 that has not run yet, and `W` the oldest one of any chunk. Micro-batches from

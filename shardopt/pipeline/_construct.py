@@ -1,6 +1,4 @@
-"""Schedules that a user writes: from tables of ticks, or from the order in which each stage runs
-its passes.
-"""
+"""Schedules that a user writes: from tables of ticks, or from the order of passes of each stage."""
 
 import re
 from collections import Counter

@@ -269,7 +269,7 @@ def _exchange(
 
 
 def _rounds(num_stages: int, moves: list[Move]) -> list[list[Move]]:
-    """Cut the moves into rounds in which every stage sends one chunk and receives one.
+    """Cut the moves into rounds: every stage sends one chunk and receives one in a round.
 
     Each stage is the source and the target of equally many moves, so such a round (a perfect
     matching) exists. The remaining moves have the same property: König's theorem on regular

@@ -119,7 +119,7 @@ class Slots(NamedTuple):
 
 
 def assign_slots(ticks: Ticks) -> Slots:
-    """Give each lifetime the lowest free slot on its stage, in the order in which lifetimes start.
+    """Give each lifetime the lowest free slot on its stage, in the order of their starts.
 
     This greedy colouring is optimal on intervals: it takes as many slots as values are live at the
     worst tick.

@@ -59,7 +59,8 @@ class Prediction(NamedTuple):
       mfu: model flops utilisation, from 0 to 1.
       tokens_per_second: tokens per second of all chips together.
       rules: the rules of the workload.
-      transfer_seconds: seconds of each of the transfers, those that overlap with computation too.
+      transfer_seconds: seconds of each of the transfers, also of transfers that overlap with
+        computation.
     """
 
     layout: ParallelLayout
@@ -264,7 +265,7 @@ class _Ranking:
     placed: dict[object, PlacedModel] = field(default_factory=dict)
 
     def add(self, layouts: Iterable[ParallelLayout]) -> None:
-        """Predict layouts, and drop those that cannot be used."""
+        """Predict layouts, and drop layouts that cannot be used."""
         for layout in layouts:
             try:
                 placed = self._placed(layout)

@@ -149,7 +149,7 @@ def _all_to_all_kept(array: jax.Array, axis_name: AxisName) -> jax.Array:
 def all_gather_kept(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
     """Send each array [1, ...] to all devices, and keep how the partitioner shards it.
 
-    It is a sum of N rows of which each device has one, and zeros.
+    It is a sum of N rows: each device has one row, and zeros.
     """
     return [_all_gather_kept(array, axis_name) for array in arrays]
 

@@ -211,8 +211,8 @@ def means_of(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Average real arrays over an axis; return (means, residuals).
 
-    Arrays share flat buckets. Where the partitioner keeps an axis of the mesh, it may shard them:
-    each array is then averaged in its own shape, because a flat one has no sharding of its dims.
+    Arrays share flat buckets. If the partitioner keeps an axis of the mesh, it may shard them. Each
+    array is then averaged in its own shape, because a flat one has no sharding of its dims.
 
     Args:
       values: real arrays.

@@ -284,8 +284,9 @@ def _min_byte_cut(
     """Return the variables to store, so that `wanted` can be computed from them by cheap equations
     alone.
 
-    Results of expensive equations must be stored to be used. Of equal sets the result is the one
-    nearest to `wanted`, because it leaves the least to compute again; see `fewest_bytes`.
+    Results of expensive equations must be stored to be used. If several sets are equal, the result
+    is the one nearest to `wanted`, because it leaves the least to compute again; see
+    `fewest_bytes`.
 
     Args:
       equations: equations that may run again, in order.

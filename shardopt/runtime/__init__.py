@@ -1,5 +1,5 @@
 """The processes of a job: launch and join them, watch them for hangs, keep their snapshots, lock
-their folders. What the compiler is told, and what is wrong with an installation.
+their folders. The options of the compiler, and the faults of an installation.
 """
 
 from shardopt.runtime._compiler_options import compiler_options

@@ -166,7 +166,7 @@ class Channel:
             ended = self._ended()
 
     def _ended(self) -> dict[int, str]:
-        """Return process -> why it has ended, for those of this channel that have."""
+        """Return process -> why it has ended, for the processes of this channel that have."""
         entries = self.client.key_value_dir_get(_ENDED)
         reasons = {int(key.removeprefix(_ENDED)): reason for key, reason in entries}
         return {process: reasons[process] for process in self.processes if process in reasons}

@@ -30,7 +30,7 @@ _SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_LOC
 
 
 class Connection(NamedTuple):
-    """The first arguments of `jax.distributed.initialize`; jax detects what is None.
+    """The first arguments of `jax.distributed.initialize`; jax detects values that are None.
 
     Attributes:
       address: "host:port" of the first process.

@@ -382,7 +382,7 @@ class _Launcher:
 
 @dataclasses.dataclass
 class _EndOfProcesses:
-    """Passes signals on to processes, and kills those that run on after the grace.
+    """Passes signals on to processes, and kills processes that run on after the grace.
 
     Attributes:
       job: the job.

@@ -41,7 +41,7 @@ class Peers:
         self._set("verdict", verdict)
 
     def verdict(self) -> str | None:
-        """Return what the first process told, or None."""
+        """Return the verdict of the first process, or None."""
         return self._get("verdict")
 
     def all_are_at(self, step: int, round_number: int) -> bool:

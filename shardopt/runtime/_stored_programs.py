@@ -41,9 +41,9 @@ def stored_programs(caller: str, folder: Path) -> Iterator[None]:
     """Keep compiled programs in a folder while the context lasts, so that the next start of the run
     compiles nothing. Then put jax's settings back.
 
-    Where jax's cache has a folder already, the user's or that of another run, it keeps this folder.
-    Where the user has switched the cache off, it stays off. Where stored programs are known to
-    compute wrong numbers, it is off too, and a warning says so.
+    If jax's cache has a folder already, of the user or of another run, it keeps this folder. If the
+    user has switched the cache off, it stays off. If stored programs are known to compute wrong
+    numbers, it is off too, and a warning says so.
 
     Args:
       caller: the function that the user called, for the message.
@@ -114,10 +114,10 @@ def order_environment() -> dict[str, str]:
 def open_folder(folder: Path) -> Path:
     """Return a folder of programs, which is made if it does not exist.
 
-    Delete programs that no run has read for 30 days, and those that a killed process has left half
-    written: jax never replaces an entry, so half an entry would be compiled at every start. jax can
-    limit the size of its cache. Each read then waits for a lock that all processes share, and there
-    may be thousands of them.
+    Delete programs that no run has read for 30 days, and programs that a killed process has left
+    half written. jax never replaces an entry, so half an entry would be compiled at every start.
+    jax can limit the size of its cache. Each read then waits for a lock that all processes share,
+    and there may be thousands of them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     checked = folder / _CHECKED

@@ -1,4 +1,4 @@
-"""A turn: what a run holds while it works on its state, and gives away while it is in other code.
+"""A turn: a run holds it while it works on its state, and gives it away while it is in other code.
 
 Other code is the code of the user (a loader, an evaluation, a logger), tracing and the compiler. It
 takes any time, and the state is not touched meanwhile. So another thread that gets the turn may save

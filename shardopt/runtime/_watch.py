@@ -1,10 +1,10 @@
 """Find hangs: collect the reports of a job's processes, and find the process that lags behind.
 
-`Watch` listens; `find_hang` is a function of the reports. A
-rank hangs if it has begun nothing new for longer than the timeout *and no rank is behind it*: ranks
-that wait for it in a collective are ahead of it. A rank without reports is stopped, cut off, or in
-native code that holds the interpreter lock. Messages are JSON, over connections whose peers have
-proved (HMAC, both ways) that they know the run's token.
+`Watch` listens; `find_hang` is a function of the reports. A rank hangs if it has begun nothing new
+for longer than the timeout *and no rank is behind it*. Ranks that wait for it in a collective are
+ahead of it. A rank without reports is stopped, cut off, or in native code that holds the
+interpreter lock. Messages are JSON, over connections whose peers have proved (HMAC, both ways) that
+they know the run's token.
 
 It is also a program, for `so.runtime.watchdog`: `python _watch.py COUNT TIMEOUT PORT`. This file
 imports only the standard library.

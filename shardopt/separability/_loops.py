@@ -139,7 +139,7 @@ def _common_relation(site: EquationPair, before: Relation, after: Relation) -> R
 def while_loop(
     proof: ProofSettings, site: EquationPair, relations: list[Relation]
 ) -> list[Relation]:
-    """Follow a loop of which all pieces take equally many turns, or which jax has vmapped over rows.
+    """Follow a loop that takes equally many turns on all pieces, or that jax has vmapped over rows.
 
     The condition of the first is the same in the whole trace and in every piece. The condition of
     the other has a number for each row, and a row changes no more when its number is false.

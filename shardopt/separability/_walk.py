@@ -317,7 +317,8 @@ def _linear_solve(
     """Follow `custom_linear_solve`: first its solver, then its other functions on the solution.
 
     The derivative needs these other functions. A product must give the relation of the solution
-    again, and that of the right side: jax does not check what the solver returns. The transposed solver maps cotangents, and an iteration that stops early is not linear.
+    again, and the relation of the right side: jax does not check the result of the solver. The
+    transposed solver maps cotangents, and an iteration that stops early is not linear.
     """
     consts, start = {}, 0
     for name, count in site.params["const_lengths"]._asdict().items():

@@ -134,7 +134,7 @@ def check_shares(shares: Shares) -> None:
 
 
 def uneven_rows_error(rows: Mapping[int, int], pieces: int) -> ValueError:
-    """Return the error of rows that do not add up to what the devices divide."""
+    """Return the error of rows that do not add up to a number that the devices divide."""
     listed = [f"process {process}: {plural(count, 'row')}" for process, count in rows.items()]
     problem = (
         f"the rows of the processes add up to {sum(rows.values())}, which the {pieces} devices and"

@@ -83,7 +83,7 @@ class HostBatch(NamedTuple):
 
 
 def read_batch(config: StrategyConfig, batch: PyTree) -> HostBatch:
-    """Return what a process passes as a `HostBatch`.
+    """Return the batch of a process as a `HostBatch`.
 
     Raises:
       TypeError: if a leaf is no array.

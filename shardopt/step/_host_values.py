@@ -96,7 +96,7 @@ class States:
 
 
 def check_params_of_state(config: StrategyConfig, expected: TrainState, state: TrainState) -> None:
-    """Refuse, by a ValueError, other parameters than those that the optimizer state belongs to.
+    """Refuse, by a ValueError, parameters that the optimizer state does not belong to.
 
     Args:
       config: of the strategy.

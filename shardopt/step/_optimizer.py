@@ -208,7 +208,9 @@ class ShardedOptimizer(NamedTuple):
 
 
 class NotPickled:
-    """What a strategy has of this process: it is not sent to another one without the strategy."""
+    """A part of a strategy that belongs to this process: it is not sent to another one without the
+    strategy.
+    """
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled."""
@@ -226,8 +228,8 @@ def _remake(_: Callable[[], None], recipe: Recipe) -> ShardedOptimizer:
 def _sent_by_value(strategy: str) -> Callable[[], None]:
     """Return a function that Python's pickle refuses with its name, which is the remedy.
 
-    pickle finds functions by name, and optax has no names for those of an optimizer. cloudpickle
-    sends the code of functions, of this one too.
+    pickle finds functions by name, and optax has no names for the functions of an optimizer.
+    cloudpickle sends the code of functions, of this one too.
     """
 
     def mark() -> None:

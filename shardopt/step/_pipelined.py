@@ -156,7 +156,7 @@ class Pipelined:
     ) -> list[jax.Array]:
         """Return the blocks of this stage, stacked in the schedule's order.
 
-        Gathered if blocks are gathered once a step.
+        They are gathered if blocks are gathered once a step.
         """
         plans = [plan for plan in layout.plans if plan.stacked]
         stored = [params[i] for i in _block_and_outer(layout)[0]]

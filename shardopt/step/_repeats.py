@@ -31,7 +31,7 @@ _NUMBERS = (bool, int, float, complex)
 
 
 class KnownForm(NamedTuple):
-    """What a step needs for a batch of a form that an earlier step had.
+    """The programs and facts that a step needs for a batch of a form that an earlier step had.
 
     Attributes:
       programs: the programs of the parameters of that step.
@@ -141,7 +141,7 @@ def _has_debug_options() -> bool:
 
 
 def _form_of(leaf: Any) -> Hashable:
-    """Return what a program knows of a leaf of a batch; None for a leaf of another kind."""
+    """Return the facts that a program knows of a leaf of a batch; None for a leaf of another kind."""
     kind = type(leaf)
     if kind is np.ndarray:
         return leaf.shape, leaf.dtype

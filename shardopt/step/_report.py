@@ -1,4 +1,4 @@
-"""The report of a strategy: where each leaf lives, at whose cost, and in which view the loss runs."""
+"""The report of a strategy: where each leaf lives, at whose cost, and the view of the loss."""
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout

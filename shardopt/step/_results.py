@@ -1,4 +1,4 @@
-"""What the phases of a step return."""
+"""The results of the phases of a step."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from shardopt.core._types import Metric, PyTree, TrainState
 
 
 class Change(NamedTuple):
-    """What an update changes: trees of the trainable leaves, sharded like the optimizer state.
+    """The change of an update: trees of the trainable leaves, sharded like the optimizer state.
 
     Attributes:
       gradients: the gradients that the optax transformation receives.
@@ -23,12 +23,12 @@ class Change(NamedTuple):
 
 
 class AppliedUpdate(NamedTuple):
-    """What an optax update returns.
+    """The result of an optax update.
 
     Attributes:
       params: the new parameters, before their gather.
       opt_state: the new optimizer state, where it is stored.
-      change: what was changed.
+      change: the change of the update.
     """
 
     params: PyTree
@@ -37,7 +37,7 @@ class AppliedUpdate(NamedTuple):
 
 
 class TakenStep(NamedTuple):
-    """What a step computes, before it is compiled.
+    """The results that a step computes, before it is compiled.
 
     Attributes:
       state: the next train state.

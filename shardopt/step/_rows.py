@@ -39,7 +39,7 @@ CHECK_EVERY = 1000
 
 
 class Message(NamedTuple):
-    """What a process says about its next batch.
+    """The message of a process about its next batch.
 
     Attributes:
       claim: whose rows the batch has; "end" if there is no batch.
@@ -47,7 +47,7 @@ class Message(NamedTuple):
       rows: the number of its rows on this host.
       sample: a digest of the first row of a global batch, which is compared at every step.
       digests: digests of the values by leaf; None if they are not due.
-      note: what the caller says to the other processes.
+      note: the caller's message to the other processes.
       error: the error of this process, or None.
     """
 

@@ -33,7 +33,7 @@ def apply_update(
     value_fn: Callable[[PyTree], jax.Array],
 ) -> AppliedUpdate:
     """Return new params for `all_gather_params`, the new optimizer state where it is stored, and
-    what was changed.
+    the change.
 
     Gradients and parameters are sharded like the optimizer state, so each device updates its own
     shard. If the state of whole matrices lives at owners, their gradients are sent there and their

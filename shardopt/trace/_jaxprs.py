@@ -72,7 +72,8 @@ def shape_of(var: Var | Literal) -> tuple[int, ...]:
 def cost_of(eqn: JaxprEqn, cost: Callable[[JaxprEqn], float | None]) -> float:
     """Return `cost(eqn)`.
 
-    Where that is None, the costs of the equations of the jaxprs that the equation calls, added up.
+    If it is None, return the sum of the costs of the equations of the jaxprs that the equation
+    calls.
 
     A scan costs its length times its body, a `cond` its most expensive branch, a `while` loop of
     unknown length one turn.

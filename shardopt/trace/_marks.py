@@ -21,8 +21,8 @@ T = TypeVar("T")
 class Kind(str):
     """The kind of a marked function.
 
-    It is also the name of the function in a trace, but a function of this name that a user wrote
-    has no mark: jax keeps the `Kind` itself as the name.
+    It is also the name of the function in a trace. A function of this name that a user wrote has no
+    mark: jax keeps the `Kind` itself as the name.
     """
 
     __slots__ = ()

@@ -93,7 +93,7 @@ class Walk(Generic[V]):
         self, bodies: Jaxprs, consts: Sequence[V], carry: Sequence[V], scanned: Sequence[V] = ()
     ) -> tuple[list[V], list[V]]:
         """Return the values of the carry that hold before every turn of a loop, and of the other
-        results of a turn: a turn no longer changes the carry, joined with all carries before it.
+        results of a turn. A turn no longer changes the carry, joined with all carries before it.
         """
         while True:
             results = self.follow(bodies, [*consts, *carry, *scanned])

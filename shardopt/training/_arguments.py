@@ -23,7 +23,7 @@ from shardopt.training._verify import Verification
 
 
 class Due(NamedTuple):
-    """What is due after a step.
+    """The tasks that are due after a step.
 
     Attributes:
       log: the metrics are reported.
@@ -81,7 +81,7 @@ class Arguments:
         return self.evaluate is not None and has_schedule
 
     def due(self, step: int) -> Due:
-        """Return what is due after this many steps."""
+        """Return the tasks that are due after this many steps."""
         checkpoints = self.checkpoints
         log = step % self.log_every == 0
         save = is_save_due(checkpoints, step, agree_every=self.log_every)
@@ -100,7 +100,7 @@ class Arguments:
 
 
 def check_optimizer_and_state(opt: ShardedOptimizer, state: TrainState | DeferredInit) -> None:
-    """Refuse what is no strategy or no live state of it.
+    """Refuse an argument that is no strategy, or no live state of it.
 
     Raises:
       TypeError: if one is of another type.
@@ -184,7 +184,7 @@ def split_evaluate(
 
 
 def check_early_stopping(early_stopping: EarlyStopping | None) -> None:
-    """Refuse, by a TypeError, what is no rule of early stopping."""
+    """Refuse, by a TypeError, an argument that is no rule of early stopping."""
     if early_stopping is not None and not isinstance(early_stopping, EarlyStopping):
         problem = (
             "early_stopping must be a so.training.EarlyStopping, got"

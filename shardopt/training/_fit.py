@@ -62,7 +62,7 @@ class FitResult(NamedTuple):
     @property
     def exit_code(self) -> int:
         """The code for `sys.exit`: 143 after SIGTERM and 130 after Ctrl-C, as of a process that was
-        killed by it, so that no scheduler takes the run for completed; otherwise 0.
+        killed by it; otherwise 0. So no scheduler takes the run for completed.
         """
         return EXIT_CODES.get(self.stopped, 0)
 
@@ -114,10 +114,11 @@ def fit(
       log_every: steps between reports of `opt.step`'s metrics, steps_per_second,
         examples_per_second and goodput (`FitResult.goodput`). At these steps several processes
         agree whether early stopping ends the run.
-      norms_every: steps between norms of the gradient, the update and the parameters, of each
-        leaf and each layer of stacked blocks; by default none. The log gets
+      norms_every: steps between norms of the gradient, the update and the parameters, of each leaf
+        and each layer of stacked blocks; by default none. The log gets
         "gradient_norm/PATH/layer_0", "update_norm/..." and "param_norm/...". Other steps stay as
-        they are; these steps are a second compiled program. Norms that are due in a verified step are those of the next step.
+        they are; these steps are a second compiled program. If norms are due in a verified step,
+        the next step has them.
       progress: show a bar on a terminal, a second bar while `so.training.evaluation` runs, and
         lines elsewhere, on standard error. Messages about resuming are printed even if False.
       profile: (first, count): record a profile of `count` steps from step `first`, counted from 0,

@@ -43,7 +43,7 @@ def check_norms_every(
 class NormLog(Hook):
     """Takes a step with norms every `every` steps, and logs them once they have arrived.
 
-    A step that another hook takes has no norms; those that were due are those of the next step.
+    A step that another hook takes has no norms; the next step has the norms that were due.
 
     Args:
       opt: the strategy.

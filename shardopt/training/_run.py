@@ -1,4 +1,4 @@
-"""A run of `fit`: what it holds, and the phases of its loop."""
+"""A run of `fit`: its state, and the phases of its loop."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -68,14 +68,14 @@ class FitRun:
       ledger: the account of the time.
       stream: the batches of this process.
       global_batches: draws the batches of all processes together.
-      hooks: what runs next to the steps, in the order in which they are asked for the next step.
+      hooks: the code that runs next to the steps, in the order of being asked for the next step.
       meter: fetches metrics, one step late.
       state: the train state.
       stopping_state: the state of early stopping.
       step: the steps taken.
       saved_step: the step of the newest checkpoint, or None.
       stopped: why the run ends, or None.
-      due: what is due after the last step.
+      due: the tasks that are due after the last step.
       is_observed: whether all of it is done, other than checkpoints.
       may_skip: whether the optimizer may skip a step.
       measured_step: the last step whose metrics the meter has.
@@ -188,7 +188,7 @@ class FitRun:
     def wait_for_all(self) -> None:
         """Wait until all processes are here; a thread may save the state meanwhile.
 
-        What comes next takes programs of all processes, and no thread could save during it. So it
+        The next phase takes programs of all processes, and no thread could save during it. So it
         must not wait for a process that is in code of the user.
         """
         with self.stop.turn.away():
@@ -201,7 +201,7 @@ class FitRun:
         return self.meter.settle()
 
     def evaluate(self, state: TrainState, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of the user's `evaluate`; `metrics` are those of training."""
+        """Return the metrics of the user's `evaluate`; `metrics` are the metrics of training."""
         evaluate = self.arguments.evaluate
         if evaluate is None:
             return {}
@@ -258,7 +258,9 @@ class FitRun:
         return final_state
 
     def report_last(self, final_state: TrainState, metrics: dict[str, float]) -> None:
-        """Evaluate the last state if it was not evaluated, and report what was not reported."""
+        """Evaluate the last state if it was not evaluated, and report metrics that were not
+        reported.
+        """
         is_reported_already = bool(self.history) and self.history[-1]["step"] == self.step
         last_metrics = {} if is_reported_already else metrics
         if not self.evaluation_metrics and self.stopped not in SIGNALS:
@@ -357,7 +359,7 @@ class FitRun:
         )
 
     def extra(self) -> dict[str, PyTree]:
-        """Return what a checkpoint holds next to the state."""
+        """Return the values that a checkpoint holds next to the state."""
         extra = pack(self.stream, self.arguments.early_stopping, self.stopping_state)
         if not self.is_observed:
             # a signal ends the evaluation: a run that goes on from here begins with it
@@ -365,7 +367,7 @@ class FitRun:
         return extra
 
     def finish_restored_step(self) -> None:
-        """Do what was due after the restored step, and was not finished before it was saved."""
+        """Do the tasks that were due after the restored step, and not finished before it was saved."""
         if self.is_observed:
             return
         if self.due.save:

@@ -21,9 +21,10 @@ _LOADER_METHODS = ("state_dict", "load_state_dict")
 class Source:
     """An iterator over batches, and its state.
 
-    The state is that of the iterator (`get_state` and `set_state`, as grain's have), or of the
-    batches (`state_dict` and `load_state_dict`, as `torchdata.stateful_dataloader` and `datasets`
-    have), or of the iterator by these names. A loader reads its state when it is iterated over.
+    The state belongs to the iterator (`get_state` and `set_state`, as grain's have). Or it belongs
+    to the batches (`state_dict` and `load_state_dict`, as `torchdata.stateful_dataloader` and
+    `datasets` have), or to the iterator by these names. A loader reads its state when it is
+    iterated over.
     """
 
     def __init__(self, batches: Iterable[PyTree]):

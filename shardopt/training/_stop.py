@@ -51,7 +51,7 @@ class Stop:
 
     Attributes:
       verdict: "sigterm" or "interrupted", by the signal that came first; None without one.
-      turn: what the run gives away while it is in code of the user or in the compiler.
+      turn: the run gives it away while it is in code of the user or in the compiler.
       run: saves the state of the last step; None until it has a state.
       must_leave: whether the loop of the run has to end. On several processes it ends where they
         agree.
@@ -200,7 +200,7 @@ class Stop:
         try:
             run.save_at_signal()
         except Exception as error:
-            # The run ends, and saves the step itself. Then it raises what it cannot do.
+            # The run ends, and saves the step itself. Then it raises the error of that save.
             _LOG.warning("fit: the thread that saves at a signal could not: %s", error)
 
     def _wake(self) -> None:

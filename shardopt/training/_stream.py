@@ -398,7 +398,7 @@ def global_batches(
 
     Args:
       stream: the batches of this process.
-      rows: joins them with those of the other processes.
+      rows: joins them with the batches of the other processes.
       say: prints a message.
     """
     if isinstance(rows, RowsOfOne):

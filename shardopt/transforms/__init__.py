@@ -1,5 +1,5 @@
 """Optax transformations for any chain: averages of parameters, moments in 8 bits, bfloat16
-parameters, steps that are skipped at spikes; and the parts of distributed training as links of your
+parameters, steps that are skipped at spikes. The parts of distributed training are links of your
 own loop.
 """
 

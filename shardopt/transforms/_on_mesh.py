@@ -129,11 +129,11 @@ class _ChainOnMesh:
         """Return the updates, and the new state.
 
         Args:
-          updates: under `jit` the gradients of all devices [N, ...]; inside of `shard_map` those of
-            this device.
+          updates: under `jit` the gradients of all devices [N, ...]; inside of `shard_map` the
+          gradients of this device.
           state: the state, as `init` returns it or as `shard_map` hands it in.
-          params: the parameters, the same on all devices; with `own_params` those of all devices
-            [N, ...], or as `shard_map` hands them in.
+          params: the parameters, the same on all devices; with `own_params` the parameters of all
+            devices [N, ...], or as `shard_map` hands them in.
           **extra: further arguments of the transformation, the same on all devices. `weight` has
             the weight of each device, [N], under `jit`, and is a scalar inside of `shard_map`.
 

@@ -95,9 +95,9 @@ def skip_anomalies(
       -0.9 False
 
     Let m and s be the mean and the standard deviation of the losses of the last `window` steps that
-    were taken. A step is an anomaly if its loss is above m + loss_z max(s, |m| / 100), or if its
-    gradient norm is above the same bound of the norms with norm_z. The bounds hold once half of the
-    window is full. A loss or norm that is NaN or infinite is an anomaly at every step.
+    were taken. A step is an anomaly if its loss is above m + loss_z max(s, |m| / 100). It is one
+    too if its gradient norm is above the same bound of the norms with norm_z. The bounds hold once
+    half of the window is full. A loss or norm that is NaN or infinite is an anomaly at every step.
 
     A skipped step leaves the parameters and the state of `inner` as they are, bit for bit: momenta,
     counters and keys. Its loss and norm do not enter the window.
@@ -209,8 +209,8 @@ def _agreed(loss: jax.Array, norm: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the mean loss, and the root of the mean of squared norms, of devices that differ.
 
     Devices that judged by their own numbers would take different steps, and their parameters would
-    part. Types say along which axes devices differ. Where they do not, all axes that are bound
-    count: equal numbers stay equal.
+    part. Types say along which axes devices differ. If they do not, all axes that are bound count:
+    equal numbers stay equal.
     """
     axes = bound_axes()
     if not axes:

@@ -1,4 +1,5 @@
-"""Checks that a link gets the state of its own device, in the form in which it left it.
+"""Checks that a link gets the state of its own device, in the form that it had when it left the
+device.
 
 A state that differs between devices is lost without an error where a loop takes it for a replicated
 one: by `P()` in `out_specs` without types, or by an unreplicate and a replicate around a
@@ -41,7 +42,7 @@ def nan_for_state_of_another_device(
     """Return the updates, or NaN if this device has the state of another one.
 
     If `agreed`, all devices return NaN where one has to; otherwise nothing is sent. A program
-    cannot raise an error by what it computes. NaN is seen at the next loss.
+    cannot raise an error that depends on its numbers. NaN is seen at the next loss.
     """
     is_own = (number.value < 0) | (number.value == jax.lax.axis_index(axis_name))
     if agreed:
@@ -57,7 +58,7 @@ def check_alike(tree: PyTree, axis_name: str, problem: str, fix: str) -> None:
 
 
 def check_form(state: PyTree, expected: PyTree) -> None:
-    """Refuse a state whose leaves have other shapes than those of a device.
+    """Refuse a state whose leaves have other shapes than the leaves of a device.
 
     Args:
       state: the state that `update` got.

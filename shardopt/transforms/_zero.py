@@ -27,7 +27,7 @@ def zero(
         where the axis is bound.
 
     Returns:
-      An optax transformation. Its gradients are those of the whole batch: under `jit` as they are,
+      An optax transformation. It takes the gradients of the whole batch: under `jit` as they are,
       under `shard_map` and `pmap` after their mean.
 
     Raises:
@@ -50,14 +50,14 @@ def zero(
     whole, because of `out_shardings` or `filter_shard` of your own, gives a warning when the step
     is compiled. Programs of several processes and of jax's compilation cache are not looked at:
     their text may not hold the address of a function. A step that `jax.export` stores does not warn
-    either. An eager `init` warns of parameters whose largest dim an Auto axis shards already.
-    Under `shard_map` and `pmap` leaves are flattened, padded and cut, except those with fewer
-    numbers than devices; a state that was made outside of the axis is whole until the first update.
-    `so.transforms.on_mesh` carries it in and out of `shard_map`. A device that gets the shards of another one, after an
-    unreplicate and a replicate, returns NaN.
+    either. An eager `init` warns of parameters whose largest dim an Auto axis shards already. Under
+    `shard_map` and `pmap` leaves are flattened, padded and cut, except leaves with fewer numbers
+    than devices. A state that was made outside of the axis is whole until the first update.
+    `so.transforms.on_mesh` carries it in and out of `shard_map`. A device that gets the shards of
+    another one, after an unreplicate and a replicate, returns NaN.
 
     **Communication**: under `jit` the partitioner reduce-scatters gradients, or all-reduces and
-    cuts them, and all-gathers updates. Where the axis is bound, the state is all-gathered at each
+    cuts them, and all-gathers updates. If the axis is bound, the state is all-gathered at each
     update: memory is saved between steps. `so.zero` sends gradients and updates only.
 
     References:

@@ -231,7 +231,7 @@ def _train_checked(
     strategy = _STRATEGIES[training.strategy]
     opt = strategy(tx, mesh, problem.loss_fn, check=check, **options)
     with warnings.catch_warnings():
-        # the comparison with one device covers what the proof of a program leaves open
+        # the comparison with one device covers the cases that the proof of a program leaves open
         warnings.filterwarnings("ignore", message="(?s).*check_proved proves all but")
         state, losses = opt.init(problem.params), []
         for batch in problem.batches:

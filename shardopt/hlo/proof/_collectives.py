@@ -40,7 +40,7 @@ def _varying(at: Positions, groups: Groups) -> bool:
 
 
 def _varying_factors(value: DerivedValue, groups: Groups) -> list[tuple[int, Factor]]:
-    """Return the factors, with their dims, of which devices of a group hold different pieces."""
+    """Return the factors, with their dims, whose pieces differ between devices of a group."""
     return [
         (i, factor)
         for i, dim in enumerate(value.dims)
@@ -241,7 +241,9 @@ def gathered(value: DerivedValue, dim: int, groups: Groups) -> DerivedValue:
 
 
 def _without_piece(dim: Dim, factor: Factor, devices: int) -> Dim:
-    """Return the dim in which a piece is whole, because what it was a piece of is a dim of its own."""
+    """Return the dim with a piece made whole, because the array that it was cut from is a dim of
+    its own.
+    """
     return tuple(whole(f.local, devices)[0] if f == factor else f for f in dim)
 
 

@@ -121,7 +121,7 @@ class Reference:
 
     @functools.cached_property
     def drawn(self) -> Arguments:
-        """What the arguments are drawn from."""
+        """Return the source of the drawn arguments."""
         return Arguments(self.interpreter.module, self.interpreter.parameters)
 
     def arguments(self, draw: int) -> list[np.ndarray]:
@@ -276,7 +276,7 @@ def _refusal(interpreter: Interpreter, reference: Reference) -> str:
 def _computed(line: Instruction) -> list[str]:
     """Return the arrays that an instruction computes.
 
-    Those of cuBLAS after the first one are workspaces.
+    The arrays of cuBLAS after the first one are workspaces.
     """
     shapes = arrays(line.shape)
     return shapes[:1] if any(target in line.arguments for target in TARGETS) else shapes

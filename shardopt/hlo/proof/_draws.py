@@ -1,5 +1,5 @@
-"""Arguments that reach what differs: whole numbers up to the size of what they index, and around
-the constants that they are compared with.
+"""Arguments that reach every difference: whole numbers up to the size of the dim that they index,
+and around the constants that they are compared with.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -29,7 +29,7 @@ _ENDS = ("dot", "reduce", "rng-bit-generator", "sort", "convolution")
 
 
 class Reached(NamedTuple):
-    """What a whole number of the arguments reaches.
+    """The sizes and constants that a whole number of the arguments reaches.
 
     Attributes:
       sizes: the sizes of the dims that it indexes.
@@ -66,7 +66,7 @@ class Arguments:
 
     Attributes:
       parameters: of its entry computation.
-      reached: what each parameter of whole numbers reaches.
+      reached: the sizes and constants that each parameter of whole numbers reaches.
     """
 
     def __init__(self, module: Module, parameters: list[Instruction]) -> None:
@@ -128,7 +128,7 @@ class _Walk:
                     self.callers.setdefault(callee, []).append((name, line))
 
     def reached(self, computation: str, name: str) -> Reached:
-        """Return what a value reaches."""
+        """Return the sizes and constants that a value reaches."""
         reached = Reached(set(), set())
         waiting: list[Place] = [(computation, name, -1)]
         visited = set(waiting)

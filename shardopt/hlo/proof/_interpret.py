@@ -106,7 +106,7 @@ class Interpreter:
     def shard(
         self, inputs: Sequence[np.ndarray], shardings: Sequence[str] | None = None
     ) -> list[np.ndarray]:
-        """Cut whole arguments by shardings, by default those that the text states of the
+        """Cut whole arguments by shardings, by default the shardings that the text states of the
         parameters.
         """
         count = self.replicas * self.partitions

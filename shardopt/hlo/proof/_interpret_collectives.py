@@ -82,7 +82,9 @@ def ragged_all_to_all(values: Sequence[np.ndarray], rows: list[list[int]]) -> np
 
 
 def permute(value: np.ndarray, pairs: Groups, positions: np.ndarray) -> np.ndarray:
-    """Return what each device receives by (source, target) pairs; zeros if it receives nothing."""
+    """Return the array that each device receives by (source, target) pairs; zeros if it receives
+    none.
+    """
     row_of = {int(position): row for row, position in enumerate(positions)}
     result = np.zeros_like(value)
     if len({target for _, target in pairs}) < len(pairs):

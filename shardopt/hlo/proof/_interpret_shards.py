@@ -30,7 +30,7 @@ def read_literal(text: str, shape: Shape) -> np.ndarray:
 
 
 def whole_numbers(words: Sequence[str]) -> np.ndarray:
-    """Return whole numbers of a literal; those that no type holds wrap around."""
+    """Return whole numbers of a literal; numbers that no type holds wrap around."""
     return np.array([int(word) % 2**64 for word in words], np.uint64)
 
 

@@ -1,9 +1,9 @@
-"""Lookups in a table of which each device holds some rows: rows of other devices are masked, and
-the sum is the lookup.
+"""Lookups in a table whose rows are spread over devices: rows of other devices are masked, and the
+sum is the lookup.
 
 A device looks up `ids - start` in its rows, and puts zeros where `ids` is outside of `[start, start
 + rows)`. Both must be about the same ids and the same start, so integers carry the instruction that
-made them and what was added to them.
+made them and the number that was added to them.
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
 
 
 def noted(line: Line, operands: Sequence[DerivedValue], result: DerivedValue) -> DerivedValue:
-    """Return the result of an instruction with what is known about the numbers in it."""
+    """Return the result of an instruction with the known facts about its numbers."""
     if result.faults or result.data is not None:
         return result
     if line.opcode not in KINDS and (sums := _sums(line, operands)) != result.sums:
@@ -121,7 +121,7 @@ def _shifted(line: Line, operands: Sequence[DerivedValue]) -> Shift | None:
 
 
 def _compared(line: Line, operands: Sequence[DerivedValue]) -> Range | None:
-    """Return the interval in which numbers are, by their comparison with a number of each device."""
+    """Return the interval of numbers, by their comparison with a number of each device."""
     direction = line.attributes.get("direction", "")
     for value, other, turned in (
         (*operands, direction),
@@ -182,7 +182,7 @@ _LOGIC = {"not": _negated, "and": _both, "or": _either}
 def own_rows(
     table: DerivedValue, dim: int, indices: DerivedValue, order: int
 ) -> tuple[Rows, DerivedValue]:
-    """Return what a lookup in the rows of each device gives, and the indices without their
+    """Return the result of a lookup in the rows of each device, and the indices without their
     dependence on the device.
     """
     factors = table.dims[dim]

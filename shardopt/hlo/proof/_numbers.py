@@ -87,7 +87,7 @@ def iota(line: Line) -> DerivedValue:
 
 
 def evaluate(line: Line, values: Sequence[DerivedValue]) -> np.ndarray | None:
-    """Return the numbers of the result if those of all operands are known, and few."""
+    """Return the numbers of the result if the numbers of all operands are known, and few."""
     if not values or line.opcode not in EVALUATED or any(value.data is None for value in values):
         return None
     arrays = [value.data.array for value in values if value.data is not None]

@@ -1,5 +1,5 @@
-"""`prove`: the derivation for a whole program, from the shardings of its arguments to those of its
-results.
+"""`prove`: the derivation for a whole program, from the shardings of its arguments to the shardings
+of its results.
 """
 
 import math
@@ -215,7 +215,7 @@ def _whole_source(
     outputs: Sequence[Sharding | str] | None,
     lowered: Lowered | Reference | str | None,
 ) -> Source:
-    """Return the arguments of `prove`, with what the program states in place of None."""
+    """Return the arguments of `prove`; statements of the program replace None."""
     if isinstance(program, Lowered):
         program, lowered = program.compile(), program
     if isinstance(program, Compiled):

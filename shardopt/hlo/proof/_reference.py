@@ -60,8 +60,8 @@ class ReferenceInterpreter(Interpreter):
         return [value[0] for value in self._results(once, [value[None] for value in inputs])]
 
     def with_equal_pieces(self, value: np.ndarray, parameter: Instruction, axis: str) -> np.ndarray:
-        """Return an argument in which all devices along a mesh axis have the pieces of the first
-        one.
+        """Return an argument with equal pieces along a mesh axis: all devices have the pieces of
+        the first one.
         """
         text = attributes(parameter).get("frontend_attributes", "").replace("\\", "")
         for mesh, dims in re.findall(r"sharding<@(\w+), \[(.*?)\][,>]", text):

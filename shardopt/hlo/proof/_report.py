@@ -35,8 +35,8 @@ def describe(
 
 
 def _around(instruction: Instruction, module: Module) -> str:
-    """Return the instruction, what it reads over three steps and what reads it, in the order of the
-    program.
+    """Return the instruction, the instructions that it reads over three steps, and its readers, in
+    the order of the program.
     """
     name, lines = next(
         (name, lines)

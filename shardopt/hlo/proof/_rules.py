@@ -1,4 +1,6 @@
-"""What each local instruction does to the pieces that devices hold: the rules of the derivation."""
+"""The rules of the derivation: the effect of each local instruction on the pieces that devices
+hold.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -260,7 +262,7 @@ def _slice(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
 
 
 def sliced_dim(dim: Dim, size: int, count: int, start: int, stride: int) -> Dim:
-    """Return the dim of which every device takes the same `count` of its `size` elements."""
+    """Return the dim after every device takes the same `count` of its `size` elements."""
     if is_constant_along(dim):
         return tuple(factor._replace(local=count) for factor in dim[:1])
     if is_whole(dim):
@@ -371,8 +373,8 @@ def _within_elements(
 ) -> tuple[int, Positions]:
     """Return the pieces to sum for each element of the hidden dims that follow from the piece.
 
-    If every device holds one element of a dim, and the pieces of a replica's rows meet that
-    replica's element only, then the sum is over the pieces that meet the element.
+    Every device may hold one element of a dim, and the pieces of a replica's rows may meet that
+    replica's element only. Then the sum is over the pieces that meet the element.
     """
     for h in hidden:
         if h.kind == "dim" and count % h.count == 0 and determines([at], h.at):

@@ -1,4 +1,4 @@
-"""What a sharding says that each device holds."""
+"""The pieces that each device holds by a sharding."""
 
 import math
 

@@ -1,9 +1,9 @@
-"""What each device holds of a value: which piece of a whole array, and along which sums or choices
-it differs.
+"""The part of a value that each device holds: a piece of a whole array, and the sums or choices
+along which it differs.
 
 A dim of an array is a list of factors, major first. A factor says which interval of a larger dim
-each device holds. What a value depends on besides its dims is hidden: a sum that is not complete
-yet, a dim of which every device holds one element, or a choice by the number of the device.
+each device holds. Other dependences of a value are hidden: a sum that is not complete yet, or a
+choice by the number of the device. A dim is hidden too if every device holds one element of it.
 """
 
 import math
@@ -113,12 +113,12 @@ Dim = tuple[Factor, ...]
 
 
 class Facts(NamedTuple):
-    """What is known about the numbers of a value, besides its dims.
+    """The known facts about the numbers of a value, besides its dims.
 
     Attributes:
       shift: integers that an instruction made, plus a number per device.
       within: whether such integers are in an interval per device.
-      rows: rows that were looked up in a table of which each device holds some rows.
+      rows: rows that were looked up in a table whose rows are spread over devices.
       interval: the value with the interval of a dim that each device joined from pieces of its
         neighbours.
     """
@@ -143,7 +143,7 @@ class DerivedValue(NamedTuple):
       parts: pieces along the last dim if they have different layouts; `dims` then say nothing.
       sums: the groups over which the value is a sum that is complete: a sum over them again would
         count it twice.
-      facts: what is known about its numbers.
+      facts: the known facts about its numbers.
     """
 
     shape: tuple[int, ...]
@@ -188,7 +188,7 @@ class Wrong(RuleError):  # noqa: N818
 
 
 class Unproved(RuleError):  # noqa: N818
-    """No rule says what an instruction computes."""
+    """No rule covers an instruction."""
 
 
 REDUCTIONS = ("add", "maximum", "minimum", "and", "or", "multiply")
@@ -450,7 +450,7 @@ def _piece(factor: Factor) -> str:
 
 
 def with_element(hidden: tuple[Hidden, ...], element: Hidden) -> tuple[Hidden, ...]:
-    """Return the coordinates with a dim of which each device now takes one element."""
+    """Return the coordinates with a dim whose one element each device now takes."""
     if any(partition(h.at) is partition(element.at) and h.kind != "device" for h in hidden):
         raise Unproved(
             "each device takes its own element of a value that differs between the same devices"
@@ -468,7 +468,7 @@ def cut_beside(value: DerivedValue, shape: tuple[int, ...]) -> tuple[Hidden, ...
 
 
 def merged_hidden(values: Iterable[tuple[Hidden, ...]]) -> tuple[Hidden, ...]:
-    """Return all coordinates once. Of two kinds with the same coordinate, the stronger remains."""
+    """Return all coordinates once. If two kinds have the same coordinate, the stronger remains."""
     known: dict[tuple[Positions, int], Hidden] = {}
     for hidden in values:
         for h in hidden:
