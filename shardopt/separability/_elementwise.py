@@ -266,7 +266,7 @@ def _keeps_order(site: EquationPair) -> bool:
     target, source = site.params["new_dtype"], site.operand_dtype()
     if jnp.issubdtype(target, jnp.inexact):
         return target.itemsize > 1  # a float of 8 bits may have no infinity, so it is NaN
-    return target.kind != "b" and np.can_cast(source, target)
+    return np.can_cast(source, target)
 
 
 def _apply_to_extreme(site: EquationPair, operands: Sequence[Relation]) -> Relation:

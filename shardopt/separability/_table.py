@@ -38,7 +38,7 @@ from shardopt.separability._relations import (
     is_drawn,
 )
 from shardopt.trace._jaxprs import jaxpr_params, open_jaxpr
-from shardopt.trace._primitives import ARITHMETIC, IDENTITIES, SPECIAL, library_name
+from shardopt.trace._primitives import ARITHMETIC, IDENTITIES, SPECIAL, library_name, words
 
 
 class Rule(NamedTuple):
@@ -65,17 +65,8 @@ class Rule(NamedTuple):
     draws: bool = False
 
 
-PLACEMENT_PARAMS = frozenset(
-    [
-        "sharding",
-        "out_sharding",
-        "device",
-        "devices",
-        "srcs",
-        "dst_sharding",
-        "src_sharding",
-        "layout",
-    ]
+PLACEMENT_PARAMS = words(
+    "sharding out_sharding device devices srcs dst_sharding src_sharding layout"
 )
 """Parameters that place values on devices, and do not change the values."""
 
@@ -128,9 +119,7 @@ def _combines_by_name(eqn: JaxprEqn) -> bool:
     )
 
 
-WRAPPING = frozenset(
-    "mul neg sub cumsum reduce_window_sum dot_general conv_general_dilated".split()  # noqa: SIM905
-)
+WRAPPING = words("mul neg sub cumsum reduce_window_sum dot_general conv_general_dilated")
 """Primitives whose results may wrap although a sum of rows does not."""
 
 
@@ -150,9 +139,9 @@ def checked(site: EquationPair, i: int, relation: Relation) -> Relation:
     return relation if is_sum and site.name not in WRAPPING else site.unknown("count")
 
 
-LINEAR_IN_ONE = frozenset(
-    """neg mul div convert_element_type reduce_precision copy name sharding_constraint stop_gradient reduce_sum reshape
-    squeeze expand_dims transpose broadcast_in_dim""".split()  # noqa: SIM905
+LINEAR_IN_ONE = words(
+    "neg mul div convert_element_type reduce_precision copy name sharding_constraint stop_gradient"
+    " reduce_sum reshape squeeze expand_dims transpose broadcast_in_dim"
 )
 """Primitives that are linear in one operand if all other operands are the same in all pieces."""
 
@@ -242,57 +231,56 @@ def _bitcast(site: EquationPair, relations: Sequence[Relation]) -> list[Relation
     return elementwise(site, relations)
 
 
-def _rules(rule: Rule, names: str) -> dict[str, Rule]:
-    return dict.fromkeys(names.split(), rule)
-
-
 MOVABLE = (Same, Split, Total, Extreme)
 """The relations that hold for moved entries as well."""
 
 # pvary is for shard_map only; all pieces run on one platform
 _ENTRY_BY_ENTRY = (ARITHMETIC | SPECIAL | IDENTITIES | {"platform_index"}) - {"pvary"}
 
-TABLE: dict[str, Rule] = {
-    **dict.fromkeys(_ENTRY_BY_ENTRY, Rule(elementwise, raw=True)),
-    **_rules(Rule(_bitcast), "bitcast_convert_type"),
-    **_rules(Rule(moves.reshape, frozenset(["new_sizes"]), accepts=MOVABLE), "reshape"),
-    **_rules(Rule(moves.broadcast, frozenset(["shape"]), accepts=MOVABLE), "broadcast_in_dim"),
-    **_rules(Rule(moves.transpose, accepts=MOVABLE), "transpose"),
-    **_rules(Rule(moves.squeeze, accepts=MOVABLE), "squeeze"),
-    **_rules(Rule(moves.expand_dims, accepts=MOVABLE), "expand_dims"),
-    **_rules(Rule(moves.slice_entries, frozenset(["start_indices", "limit_indices", "strides"]), accepts=(*MOVABLE, Columns)), "slice"),
-    **_rules(Rule(moves.rev, accepts=MOVABLE), "rev"),
-    **_rules(Rule(moves.tile, frozenset(["reps"]), accepts=MOVABLE), "tile"),
-    **_rules(Rule(moves.pad, raw=True), "pad"),
-    **_rules(Rule(moves.concatenate, raw=True), "concatenate"),
-    **_rules(Rule(moves.split, frozenset(["sizes"]), accepts=MOVABLE), "split"),
-    **_rules(Rule(moves.stack, raw=True), "stack"),
-    **_rules(Rule(moves.unstack, accepts=MOVABLE), "unstack"),
-    **_rules(Rule(reductions.reduce_sum), "reduce_sum"),
-    **_rules(Rule(reductions.reduce_extreme, accepts=MOVABLE), "reduce_max reduce_min reduce_or reduce_and"),
-    **_rules(Rule(reductions.reduce_other), "reduce_prod reduce_xor argmax argmin"),
-    **_rules(Rule(reductions.rule_along("axis", linear=True)), "cumsum"),
-    **_rules(Rule(reductions.rule_along("axis")), "cumprod cummax cummin cumlogsumexp top_k"),
-    **_rules(Rule(reductions.rule_along("dimension")), "sort"),
-    **_rules(
+_ROWS: list[tuple[Rule, str]] = [
+    (Rule(_bitcast), "bitcast_convert_type"),
+    (Rule(moves.reshape, frozenset(["new_sizes"]), accepts=MOVABLE), "reshape"),
+    (Rule(moves.broadcast, frozenset(["shape"]), accepts=MOVABLE), "broadcast_in_dim"),
+    (Rule(moves.transpose, accepts=MOVABLE), "transpose"),
+    (Rule(moves.squeeze, accepts=MOVABLE), "squeeze"),
+    (Rule(moves.expand_dims, accepts=MOVABLE), "expand_dims"),
+    (Rule(moves.slice_entries, frozenset(["start_indices", "limit_indices", "strides"]), accepts=(*MOVABLE, Columns)), "slice"),
+    (Rule(moves.rev, accepts=MOVABLE), "rev"),
+    (Rule(moves.tile, frozenset(["reps"]), accepts=MOVABLE), "tile"),
+    (Rule(moves.pad, raw=True), "pad"),
+    (Rule(moves.concatenate, raw=True), "concatenate"),
+    (Rule(moves.split, frozenset(["sizes"]), accepts=MOVABLE), "split"),
+    (Rule(moves.stack, raw=True), "stack"),
+    (Rule(moves.unstack, accepts=MOVABLE), "unstack"),
+    (Rule(reductions.reduce_sum), "reduce_sum"),
+    (Rule(reductions.reduce_extreme, accepts=MOVABLE), "reduce_max reduce_min reduce_or reduce_and"),
+    (Rule(reductions.reduce_other), "reduce_prod reduce_xor argmax argmin"),
+    (Rule(reductions.rule_along("axis", linear=True)), "cumsum"),
+    (Rule(reductions.rule_along("axis")), "cumprod cummax cummin cumlogsumexp top_k"),
+    (Rule(reductions.rule_along("dimension")), "sort"),
+    (
         Rule(reductions.window),
         "reduce_window_sum reduce_window_max reduce_window_min",
     ),
-    **_rules(Rule(reductions.dot_general), "dot_general"),
-    **_rules(Rule(reductions.convolution, frozenset(["lhs_shape", "rhs_shape", "feature_group_count"])), "conv_general_dilated"),
-    **_rules(Rule(_identities), "fft"),  # its lengths are parameters, so no transformed dim has rows
-    **_rules(Rule(reductions.batched), "cholesky eig eigh lu lu_pivots_to_permutation qr svd"),
-    **_rules(Rule(reductions.triangular_solve), "triangular_solve"),
-    **_rules(Rule(lookups.gather, frozenset(["slice_sizes"]), raw=True), "gather"),
-    **_rules(
+    (Rule(reductions.dot_general), "dot_general"),
+    (Rule(reductions.convolution, frozenset(["lhs_shape", "rhs_shape", "feature_group_count"])), "conv_general_dilated"),
+    (Rule(_identities), "fft"),  # its lengths are parameters, so no transformed dim has rows
+    (Rule(reductions.batched), "cholesky eig eigh lu lu_pivots_to_permutation qr svd"),
+    (Rule(reductions.triangular_solve), "triangular_solve"),
+    (Rule(lookups.gather, frozenset(["slice_sizes"]), raw=True), "gather"),
+    (
         Rule(lookups.scatter, frozenset(["update_jaxpr"]), raw=True),
         "scatter scatter-add",
     ),
-    **_rules(Rule(lookups.dynamic_slice, frozenset(["slice_sizes"]), raw=True), "dynamic_slice dynamic_update_slice"),
-    **_rules(Rule(draws.draw, frozenset(["shape"]), draws=True), "random_bits random_split"),
-    **_rules(Rule(draws.change_key), "random_wrap random_unwrap random_seed"),
-    **_rules(Rule(draws.fold_in, raw=True, draws=True), "random_fold_in"),
-    **_rules(Rule(_iota, frozenset(["shape"])), "iota"),
-    **_rules(Rule(_identities, raw=True), "optimization_barrier device_put"),
-    **_rules(Rule(_no_results, frozenset(["callback", "effect"]), raw=True), "debug_callback debug_print"),
-}  # fmt: skip
+    (Rule(lookups.dynamic_slice, frozenset(["slice_sizes"]), raw=True), "dynamic_slice dynamic_update_slice"),
+    (Rule(draws.draw, frozenset(["shape"]), draws=True), "random_bits random_split"),
+    (Rule(draws.change_key), "random_wrap random_unwrap random_seed"),
+    (Rule(draws.fold_in, raw=True, draws=True), "random_fold_in"),
+    (Rule(_iota, frozenset(["shape"])), "iota"),
+    (Rule(_identities, raw=True), "optimization_barrier device_put"),
+    (Rule(_no_results, frozenset(["callback", "effect"]), raw=True), "debug_callback debug_print"),
+]  # fmt: skip
+TABLE: dict[str, Rule] = {
+    **dict.fromkeys(_ENTRY_BY_ENTRY, Rule(elementwise, raw=True)),
+    **{name: rule for rule, names in _ROWS for name in names.split()},
+}

@@ -34,6 +34,7 @@ from shardopt.separability._relations import (
     Total,
     Unrelated,
     differing_dims,
+    growth,
     is_drawn,
     is_exactly_same,
     sizes_of_dim,
@@ -45,6 +46,7 @@ from shardopt.trace._jaxprs import (
     CUSTOM,
     SUMS,
     constants_of,
+    equations,
     open_jaxpr,
     shape_of,
 )
@@ -198,7 +200,8 @@ def _relate_equation(
 def _call(proof: ProofSettings, site: EquationPair, relations: list[Relation]) -> list[Relation]:
     """Follow the function that an equation calls. A few functions have rules of their own."""
     if proof.positions and has_mark(site.whole_eqn, POSITIONS):
-        return [Split(0)]
+        grows = growth(site.result_shapes(), [0]) == site.num_pieces
+        return [Split(0) if grows else site.unknown("position")]
     if proof.positions and has_mark(site.whole_eqn, ATTENTION):
         return [_attention(site, relations)]
     if proof.positions and has_mark(site.whole_eqn, ROW_MAXIMUM):
@@ -283,6 +286,16 @@ def _attention(site: EquationPair, relations: Sequence[Relation]) -> Relation:
     """
     if unknown := first_unknown(relations):
         return unknown
+    # its scale, window and softcap are numbers in the function
+    operations = [
+        [
+            (eqn.primitive, [atom.val for atom in eqn.invars if isinstance(atom, Literal)])
+            for eqn in equations(jaxpr)
+        ]
+        for jaxpr in site.both_params("jaxpr")
+    ]
+    if operations[0] != operations[1]:
+        return site.unknown("count")
     for i, relation in enumerate(resolve_numbers(site, relations)):
         positions = min(1, len(site.operand_shapes(i)[0]) - 1)
         if relation != Split(positions) and not (i > 2 and relation == Same()):

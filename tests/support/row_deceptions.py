@@ -474,7 +474,25 @@ def at_bound(dtype: Any, bound: float) -> Any:
     return loss
 
 
+def in_columns(dtype: Any, far: int, near: int) -> Any:
+    """Return a loss that looks up a place of a large table, which is near to another one on a piece:
+    the dtype of the table cannot tell the two numbers from each other.
+    """
+
+    def loss(p: Any, b: Any) -> jax.Array:
+        table = jnp.tile(p["long"], (2, far // 32 + 1)).astype(dtype)
+        column = jnp.asarray(np.array([1, *[far if rows_of(b) == 8 else near] * 2]))
+        rows = (p["scale"][:3] > 0).astype(int)
+        return jnp.mean(errors(p, b)) * jnp.sum(table[rows, column].astype(float))
+
+    return loss
+
+
 NUMBERS = cases({
+    "columns beyond bfloat16": in_columns(jnp.bfloat16, 1000, 1001),
+    "columns beyond bfloat16, the first": in_columns(jnp.bfloat16, 257, 256),
+    "columns beyond float16": in_columns(jnp.float16, 4097, 4096),
+    "columns beyond float16, the first": in_columns(jnp.float16, 2049, 2048),
     "rows beyond 8 bits": Case(looked_up(jnp.uint8), rows=512),
     "rows beyond 8 bits with a sign": Case(looked_up(jnp.int8), rows=256),
     "rows beyond 16 bits with a sign": Case(looked_up(jnp.int16), rows=2**16),

@@ -1,5 +1,6 @@
 """Cases of functions that an equation calls: with and without a derivative rule, and collectives."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from fractions import Fraction
@@ -31,6 +32,7 @@ PLAIN: list[Function] = [
     lambda x, y: (x * y).sum(-1),
     lambda x, y: x - x.sum(0) / x.shape[0],
     lambda x, y: x.sum() * 2.0,
+    lambda x, y: lax.approx_max_k(x, 1)[0],  # no rule knows it
 ]
 
 
@@ -234,6 +236,7 @@ def solved_rows(rng: np.random.Generator) -> RuleCase:
         lambda a, b: b[::-1],
     ]
     solve, solve_transposed = (solvers[i] for i in rng.choice([0, 0, 0, 1, 2, 3, 4], 2))
+    has_transpose = bool(rng.random() < 0.8)
 
     def function(a: jax.Array, b: jax.Array) -> jax.Array:
         a = jnp.tanh(a) + 3 * jnp.eye(size)
@@ -241,10 +244,13 @@ def solved_rows(rng: np.random.Generator) -> RuleCase:
             lambda x: jnp.einsum("rij,rj->ri", a, x),
             b,
             lambda _, b: solve(a, b),
-            transpose_solve=lambda _, b: solve_transposed(a.swapaxes(1, 2), b),
+            transpose_solve=(
+                (lambda _, b: solve_transposed(a.swapaxes(1, 2), b)) if has_transpose else None
+            ),
         )
 
-    return _trained([matrices, right], function, num_pieces)
+    case = _trained([matrices, right], function, num_pieces)
+    return case if has_transpose else dataclasses.replace(case, settings={})
 
 
 # --- functions with a mark, on pieces of sequences ------------------------------------------------
@@ -282,10 +288,12 @@ def attention(rng: np.random.Generator) -> RuleCase:
     ratio = Fraction(2) if rng.random() < 0.2 else Fraction(1)
     relations[0] = Split(1, ratio=ratio, drawn=bool(rng.random() < 0.2))
 
+    scale = [lambda T: 0.5, lambda T: 0.5, lambda T: 1 / T][rng.integers(3)]
+
     def run(*heads: jax.Array) -> jax.Array:
         query, key, value = heads
         key, value = (lax.all_gather(x, AXIS, axis=1, tiled=True) for x in (key, value))
-        weights = jax.nn.softmax(jnp.einsum("btd,bsd->bts", query, key))
+        weights = jax.nn.softmax(scale(query.shape[1]) * jnp.einsum("btd,bsd->bts", query, key))
         return jnp.einsum("bts,bsd->btd", weights, value)
 
     operands = [Operand(relation, sizes) for relation in relations]
@@ -296,8 +304,13 @@ def numbers_of_positions(rng: np.random.Generator) -> RuleCase:
     """Return a case of the numbers of a piece's positions."""
     num_pieces, length = int(rng.choice([2, 3])), int(rng.integers(1, 4))
 
+    count = [lambda T: T, lambda T: T, lambda T: 2 * T, lambda T: 3, lambda T: T + 1][
+        rng.integers(5)
+    ]
+
     def run(x: jax.Array) -> jax.Array:
-        return lax.axis_index(AXIS) * x.shape[0] + jnp.arange(x.shape[0])
+        positions = count(x.shape[0])
+        return lax.axis_index(AXIS) * positions + jnp.arange(positions)
 
     operands = [Operand(Split(0), ((length * num_pieces,), (length,)))]
     return _marked_case(operands, marked(POSITIONS, run), num_pieces, bool(rng.random() < 0.8))
