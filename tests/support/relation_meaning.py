@@ -28,7 +28,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.separability._proof import ProofSettings
+from shardopt.separability._proof import DifferentTracesError, ProofSettings
 from shardopt.separability._relations import (
     Columns,
     Extreme,
@@ -118,9 +118,12 @@ def check_rule(case: RuleCase, rng: np.random.Generator, draws: int = 1) -> list
 
 
 def relations_of(case: RuleCase, jaxprs: Sequence[jex.ClosedJaxpr]) -> list[Relation]:
-    """Return the relations that a rule answers."""
+    """Return the relations that a rule answers; nothing is known if the traces differ."""
     proof = ProofSettings(relate_jaxprs, case.num_pieces, **case.settings)
-    return relate_jaxprs(proof, *jaxprs, [operand.relation for operand in case.operands])
+    try:
+        return relate_jaxprs(proof, *jaxprs, [operand.relation for operand in case.operands])
+    except DifferentTracesError:
+        return [Unrelated("traces")] * len(jaxprs[0].out_avals)
 
 
 def check_answer(
@@ -724,10 +727,14 @@ def draw_ratio(rng: np.random.Generator, dtype: np.dtype, num_pieces: int) -> Fr
 def _draw_known(
     rng: np.random.Generator, shapes: Shapes, dtype: np.dtype, num_pieces: int
 ) -> Known:
-    style = rng.choice(["equal", "ratio", "rows", "any", "zeros"])
+    style = rng.choice(["equal", "ratio", "rows", "any", "zeros", "zero in one"])
     unit_shape = tuple(1 for _ in shapes[0])
     if style == "zeros":
         return Known(np.zeros(unit_shape, dtype), np.zeros(unit_shape, dtype))
+    if style == "zero in one":
+        values = [np.zeros(unit_shape, dtype), np.ones(unit_shape, dtype)]
+        rng.shuffle(values)
+        return Known(*values)
     if style in ("equal", "ratio"):
         uneven = differing_dims(shapes)
         ratio = Fraction(1) if style == "equal" else draw_ratio(rng, dtype, num_pieces)

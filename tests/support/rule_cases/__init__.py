@@ -9,7 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from support.relation_meaning import RuleCase
-from support.rule_cases import calls, draws, elementwise, lookups, loops, moves, reductions
+from support.rule_cases import (
+    calls,
+    draws,
+    elementwise,
+    lookups,
+    loops,
+    moves,
+    reductions,
+    single_rows,
+)
 
 Draw = Callable[[np.random.Generator], RuleCase]
 
@@ -27,4 +36,5 @@ CASES: dict[str, list[Draw]] = _merged(
     lookups.CASES,
     moves.CASES,
     reductions.CASES,
+    single_rows.CASES,
 )

@@ -65,13 +65,16 @@ def counted(rng: np.random.Generator) -> RuleCase:
     num_pieces, dim = int(rng.choice([2, 3])), int(rng.integers(2))
     length = int(rng.choice([3, 5000]))
     dtype = np.dtype(rng.choice(["int8", "uint32", "int64", "float32"]))
+    times = num_pieces
+    if rng.random() < 0.3:  # more than is computed
+        length, dtype, dim, times = 2**21 + 8, np.dtype("int8"), 0, 1
 
     def function(rows: int, length: int) -> Callable[..., Any]:
         shape = (length, rows) if dim == 0 else (rows, length)
         return lambda x: lax.broadcasted_iota(dtype, shape, dim)
 
     whole_length = length * int(rng.choice([1, 1, num_pieces]))
-    functions = function(2 * num_pieces, whole_length), function(2, length)
+    functions = function(2 * times, whole_length), function(2, length)
     return RuleCase([Operand(Same(), ((), ()))], functions, num_pieces)
 
 

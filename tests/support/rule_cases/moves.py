@@ -176,6 +176,8 @@ def joined(rng: np.random.Generator) -> RuleCase:
             fits = False
         if not fits:
             relation = draw_relation(rng, other, dtype, num_pieces)
+        if rng.random() < 0.2:
+            relation = Same()
         operands[i] = Operand(relation, other, dtype)
 
     def run(*arrays):
