@@ -1,6 +1,7 @@
 """Mutants of the rules of the proof of losses, each of which must die by a property test.
 
-    python benchmarks/rule_mutants.py --mutants 240
+    python benchmarks/rule_mutants.py --mutants 210
+    python benchmarks/rule_mutants.py --again    # only those that lived, after new property tests
 
 A sample with a seed, of all files of `shardopt/separability` and of the table's rows. "unsound" and
 "error" die by a property test. "refuses" only knows fewer results, so it is as sound as the rule.
@@ -9,9 +10,12 @@ What is left is shown with its reason, or is open.
 
 import argparse
 import collections
+import json
 import random
+import re
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -24,10 +28,19 @@ SEED, FEWEST = 61, 12
 FEW, MANY = 16, 40
 """The seeds of the cases of a rule: a mutant that outlives the first meets the others."""
 KILLED = ("unsound", "error")
+RESULTS = Path(__file__).parent / "results" / "rule_mutants.json"
 
 
-def sample(count: int) -> list[Mutant]:
-    """Return a sample of mutants, with at least `FEWEST` of each file and of the rows."""
+def key(mutant: Mutant) -> str:
+    """Return the name of a mutant without its line."""
+    return re.sub(r"\.py:\d+", ".py", mutant.name)
+
+
+def sample(count: int, before: Collection[str]) -> list[Mutant]:
+    """Return the mutants of a run before, and a sample of others up to a number.
+
+    The sample has at least `FEWEST` of each file and of the rows.
+    """
     draw = random.Random(SEED)
     groups = [list(mutants(file)) for file in FILES]
     groups.append([mutant for mutant, _, _ in row_mutants()])
@@ -36,20 +49,26 @@ def sample(count: int) -> list[Mutant]:
     others = [mutant for group in groups for mutant in group[FEWEST:]]
     draw.shuffle(others)
     chosen = [mutant for group in groups for mutant in group[:FEWEST]]
-    return chosen + others[: max(0, count - len(chosen))]
+    by_key = {key(mutant): mutant for mutant in [*others, *chosen]}
+    names = dict.fromkeys([name for name in before if name in by_key])
+    names |= dict.fromkeys(map(key, [*chosen, *others]))
+    return [by_key[name] for name in list(names)[:count]]
 
 
-def main(count: int, only: str) -> None:
+def main(count: int, again: bool) -> None:
     start = time.perf_counter()
     first, others = Bench(range(FEW)), Bench(range(FEW, MANY))
-    chosen = [mutant for mutant in sample(count) if only in mutant.name]
-    fates = {}
+    before: dict[str, str] = json.loads(RESULTS.read_text())["results"]["fates"] if again else {}
+    chosen, fates = sample(count, before), {}
     for mutant in chosen:
+        if before.get(key(mutant)) in KILLED:
+            fates[key(mutant)] = before[key(mutant)]
+            continue
         fate = first.fate(mutant)
         if fate not in KILLED:
             later = others.fate(mutant)
             fate = later if later in KILLED or fate in ("survives", "unused") else fate
-        fates[mutant.name] = fate
+        fates[key(mutant)] = fate
         print(f"{fate:9}{mutant.name}", flush=True)
     counts = collections.Counter(fates.values())
     killed = sum(counts[fate] for fate in KILLED)
@@ -58,6 +77,7 @@ def main(count: int, only: str) -> None:
         "cases": len(first.cases) + len(others.cases),
         "mutants": len(chosen),
         "killed": killed,
+        "ran_again": again,
         **{fate: counts[fate] for fate in sorted(counts)},
         "killed_of_those_not_refusing": round(killed / (len(chosen) - counts["refuses"]), 4),
         "seconds": round(time.perf_counter() - start),
@@ -68,7 +88,7 @@ def main(count: int, only: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mutants", type=int, default=240)
-    parser.add_argument("--only", default="", help="a text of the names of the mutants to run")
+    parser.add_argument("--mutants", type=int, default=210)
+    parser.add_argument("--again", action="store_true", help="run those that lived in the results")
     options = parser.parse_args()
-    main(options.mutants, options.only)
+    main(options.mutants, options.again)
