@@ -198,6 +198,11 @@ def is_key_of_each_row(rng: jax.Array) -> bool:
     return is_key(rng) and rng.ndim == 1
 
 
+def abstract_key(fn: Any) -> Any:
+    """Return the shape of a random key; None for a function that takes none."""
+    return jax.eval_shape(lambda: jax.random.key(0)) if takes_rng(fn) else None
+
+
 def takes_rng(fn: Any) -> bool:
     """Return whether a loss or block function takes a keyword `rng` that is not bound yet."""
     model = as_block_model(fn)

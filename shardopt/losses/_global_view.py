@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._slots import LossFunction, StepInputs
-from shardopt.core._block_model import takes_rng
+from shardopt.core._block_model import abstract_key
 from shardopt.core._errors import format_error
 from shardopt.core._loss_parts import Gradients, LossParts
 from shardopt.core._types import PyTree, abstract, leaves_with_paths
@@ -216,11 +216,7 @@ def num_micro_batches(
         return 1
     if count == 1 or rows % config.num_row_pieces:
         return 1
-    key = (
-        jax.eval_shape(lambda: jax.random.key(0))
-        if training and takes_rng(config.loss.loss_fn)
-        else None
-    )
+    key = abstract_key(config.loss.loss_fn) if training else None
     dims = [row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(batch)]
     # as `cut_rows`: a part of the rows of each device
     cut = Cut(count, dims, blocks=config.axes.num_row_shares)

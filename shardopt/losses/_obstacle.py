@@ -9,7 +9,7 @@ import jax
 from shardopt.collectives._per_device import TENSOR
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
-from shardopt.core._block_model import call, takes_rng
+from shardopt.core._block_model import abstract_key, call
 from shardopt.core._errors import NotSeparableError, format_error, plural
 from shardopt.core._types import PyTree, abstract, leaves_with_paths
 from shardopt.losses._batch_dims import num_rows, resized, row_dim, sequence_dim
@@ -109,11 +109,7 @@ def _find_obstacle(
     axes = config.axes
     loss_call = LossCall(
         caller=config.strategy,
-        key=(
-            jax.eval_shape(lambda: jax.random.key(0))
-            if training and takes_rng(config.loss.loss_fn)
-            else None
-        ),
+        key=abstract_key(config.loss.loss_fn) if training else None,
         training=training,
         axis_sizes={axis: size for axis, size in axes.sizes.items() if axis != TENSOR or size == 1},
     )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import calling, format_error, plural, type_error, value_error
 from shardopt.core._loss_parts import LossParts
 from shardopt.core._types import (
     Max,
@@ -43,53 +43,51 @@ def loss_parts(caller: str, returned: PyTree, rows: int) -> LossParts:
       ValueError: if the loss is not a scalar, `Weighted` has different numbers of totals and
         weights, or aux has a reserved name.
     """
-    loss_value, aux = returned, {}
+    with calling(caller):
+        loss_value, aux = _loss_and_aux(returned)
+        metrics = {name: value for name, value in aux.items() if not isinstance(value, Updated)}
+        _check_metrics(metrics)
+        if isinstance(loss_value, Sum | Max | Min) or not _is_metric(loss_value):
+            problem = f"loss_fn must return a number, got {type(loss_value).__name__}."
+            fix = "return a scalar, so.losses.Weighted, or (that, aux dict)."
+            raise type_error(problem, fix=fix)
+        updates = [
+            leaf
+            for value in aux.values()
+            if isinstance(value, Updated)
+            for leaf in leaves_with_paths(value.values)
+        ]
+        return LossParts(
+            loss=_loss(loss_value, rows),
+            metrics={name: _metric(value, rows) for name, value in metrics.items()},
+            updates={path: jax.lax.stop_gradient(value) for path, value in updates},
+        )
+
+
+def _loss_and_aux(returned: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
+    """Return the loss and the aux dict of the result of a loss function."""
+    loss_value, aux = returned, None
     if isinstance(returned, tuple) and not isinstance(returned, Weighted | Sum | Max | Min):
         if len(returned) != 2:
-            raise TypeError(
-                f"{caller}: loss_fn must return loss or (loss, aux), got a tuple of"
-                f" {len(returned)}."
-            )
+            problem = f"loss_fn must return loss or (loss, aux), got a tuple of {len(returned)}."
+            raise type_error(problem)
         loss_value, aux = returned
     if aux is None:
-        aux = {}
+        return loss_value, {}
     if not isinstance(aux, dict):
         problem = f"the aux value of loss_fn must be a dict of metrics, got {type(aux).__name__}."
         fix = (
             "return (loss, {'name': value}); or so.losses.Weighted(total, weight) for a mean of total /"
             " weight."
         )
-        raise TypeError(format_error(caller, problem, fix=fix))
+        raise type_error(problem, fix=fix)
     if reserved_names := [name for name in RESERVED if name in aux]:
-        fix = "rename it in the aux dict of loss_fn."
-        raise ValueError(
-            format_error(
-                caller, f"metric names that shardopt itself reports: {reserved_names}.", fix=fix
-            )
-        )
-    updates = [
-        leaf
-        for value in aux.values()
-        if isinstance(value, Updated)
-        for leaf in leaves_with_paths(value.values)
-    ]
-    metrics = {name: value for name, value in aux.items() if not isinstance(value, Updated)}
-    _check_metrics(caller, metrics)
-    if isinstance(loss_value, Sum | Max | Min) or not _is_metric(loss_value):
-        problem = f"loss_fn must return a number, got {type(loss_value).__name__}."
-        raise TypeError(
-            format_error(
-                caller, problem, fix="return a scalar, so.losses.Weighted, or (that, aux dict)."
-            )
-        )
-    return LossParts(
-        loss=_loss(caller, loss_value, rows),
-        metrics={name: _metric(value, rows) for name, value in metrics.items()},
-        updates={path: jax.lax.stop_gradient(value) for path, value in updates},
-    )
+        problem = f"metric names that shardopt itself reports: {reserved_names}."
+        raise value_error(problem, fix="rename it in the aux dict of loss_fn.")
+    return loss_value, aux
 
 
-def _check_metrics(caller: str, metrics: dict[str, PyTree]) -> None:
+def _check_metrics(metrics: dict[str, PyTree]) -> None:
     if wrong_metrics := [
         f"{name}: {type(value).__name__}"
         for name, value in metrics.items()
@@ -99,9 +97,7 @@ def _check_metrics(caller: str, metrics: dict[str, PyTree]) -> None:
             "aux values of loss_fn must be numbers, arrays, so.losses.Weighted, so.losses.Sum, so.losses.Max, so.losses.Min or"
             " so.losses.Updated."
         )
-        raise TypeError(
-            format_error(caller, problem, wrong_metrics, "give each number a name of its own.")
-        )
+        raise type_error(problem, wrong_metrics, "give each number a name of its own.")
     plain_metrics = {
         name: jnp.asarray(x)
         for name, x in metrics.items()
@@ -115,12 +111,12 @@ def _check_metrics(caller: str, metrics: dict[str, PyTree]) -> None:
             "say which: so.losses.Sum(x), so.losses.Max(x), so.losses.Min(x), so.losses.Weighted(total, weight), or"
             " x.astype(float) for the mean."
         )
-        raise TypeError(format_error(caller, problem, discrete, fix))
+        raise type_error(problem, discrete, fix)
     for name, value in metrics.items():
-        _check_terms(caller, f"metric {name!r}", value)
+        _check_terms(f"metric {name!r}", value)
 
 
-def _check_terms(caller: str, name: str, value: PyTree) -> None:
+def _check_terms(name: str, value: PyTree) -> None:
     if isinstance(value, Weighted):
         totals, weights = (len(x) if isinstance(x, tuple) else 1 for x in value)
         if totals != weights:
@@ -129,7 +125,7 @@ def _check_terms(caller: str, name: str, value: PyTree) -> None:
                 f" {plural(weights, 'weight')}."
             )
             fix = "give each total a weight: so.losses.Weighted((a, b), (wa, wb))."
-            raise ValueError(format_error(caller, problem, fix=fix))
+            raise value_error(problem, fix=fix)
 
 
 def _is_metric(value: PyTree) -> bool:
@@ -176,22 +172,20 @@ def _per_row(value: ArrayLike | Weighted, rows: int) -> Weighted:
     )
 
 
-def _loss(caller: str, loss_value: ArrayLike | Weighted, rows: int) -> Weighted:
-    _check_terms(caller, "the loss", loss_value)
+def _loss(loss_value: ArrayLike | Weighted, rows: int) -> Weighted:
+    _check_terms("the loss", loss_value)
     for total in jax.tree.leaves(
         loss_value.total if isinstance(loss_value, Weighted) else loss_value
     ):
         if not jnp.issubdtype(dtype := jnp.asarray(total).dtype, jnp.floating):
-            raise TypeError(
-                f"{caller}: loss_fn must return a real floating number, got dtype {dtype}."
-            )
+            raise type_error(f"loss_fn must return a real floating number, got dtype {dtype}.")
     loss = _per_row(loss_value, rows)
     for name, values in loss._asdict().items():
         for value in jax.tree.leaves(values):
             if value.shape != ():
                 problem = f"loss_fn must return a scalar, but its {name} has shape {value.shape}."
                 fix = "reduce it with .mean() over the examples, or return so.losses.Weighted(sum, weight)."
-                raise ValueError(format_error(caller, problem, fix=fix))
+                raise value_error(problem, fix=fix)
     return loss
 
 

@@ -430,13 +430,17 @@ def _check_arrays(
             raise value_error(problem, fix="give a bias for each expert and output.")
 
 
-def _check_weights(label: str, weights: Weights, dims: tuple[str, ...], x: Array) -> None:
-    width = x.shape[2]
+def _check_dtypes(label: str, weights: Weights, x: Array) -> None:
     if other_dtypes := [
         f"{name}: {leaf.dtype}" for name, leaf in weights.items() if leaf.dtype != x.dtype
     ]:
         problem = f"the {label} are not of the dtype of x, {x.dtype}."
         raise type_error(problem, other_dtypes, "cast one to the other.")
+
+
+def _check_weights(label: str, weights: Weights, dims: tuple[str, ...], x: Array) -> None:
+    _check_dtypes(label, weights, x)
+    width = x.shape[2]
     weights = {name: leaf for name, leaf in weights.items() if not name.endswith("_bias")}
     names = {"up", "down"} | ({"gate"} & set(weights))
     shapes = {name: tuple(leaf.shape) for name, leaf in weights.items()}

@@ -98,18 +98,16 @@ def match_matrices(matrices: Matrices, params: PyTree) -> list[Matrix | None]:
     if misfits:
         fix = "name each dim once, as it stands in the whole leaf, counting that of stacked blocks."
         raise value_error(f"matrices= does not fit {plural(len(misfits), 'leaf')}.", misfits, fix)
-    unused = [
-        repr(pattern.pattern)
-        for pattern, _ in rules
-        if not any(pattern.search(path) for path, _ in paths_and_leaves)
-    ]
+    _check_all_match([pattern for pattern, _ in rules], [path for path, _ in paths_and_leaves])
+    return leaf_matrices
+
+
+def _check_all_match(patterns: Sequence[re.Pattern[str]], paths: Sequence[str]) -> None:
+    unused = [repr(pattern.pattern) for pattern in patterns if not any(map(pattern.search, paths))]
     if unused:
-        examples = ", ".join(path for path, _ in paths_and_leaves[:8]) + (
-            ", ..." if len(paths_and_leaves) > 8 else ""
-        )
+        examples = ", ".join([*paths[:8], *(["..."] if len(paths) > 8 else [])])
         problem = f"{plural(len(unused), 'rule')} of matrices= matched no parameter."
         raise value_error(problem, unused, f"match a key path, such as: {examples}.")
-    return leaf_matrices
 
 
 def check_matrices(matrices: Matrices) -> list[tuple[re.Pattern[str], Matrix | None]] | None:

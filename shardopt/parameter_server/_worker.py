@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardopt.config._check import check_config
 from shardopt.config._config import DDP, StrategyConfig, configure
-from shardopt.core._block_model import LossFn, as_block_model, call, run_blocks, takes_rng
+from shardopt.core._block_model import LossFn, abstract_key, as_block_model, call, run_blocks
 from shardopt.core._errors import NotSeparableError, calling, format_error, type_error
 from shardopt.core._loss_parts import LossParts
 from shardopt.core._reducer import check_reducer
@@ -256,7 +256,7 @@ class SgdWorkers:
         if key in self.checked:
             return
         loss_fn, num_workers = config.loss.loss_fn, self.problem.num_averaged
-        rng = jax.eval_shape(lambda: jax.random.key(0)) if takes_rng(loss_fn) else None
+        rng = abstract_key(loss_fn)
         if weight := find_trained_weight(
             loss_fn, shapes[0], shapes[1], LossCall(config.strategy, rng)
         ):

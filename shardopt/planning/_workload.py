@@ -18,7 +18,15 @@ from shardopt.core._block_model import BLOCKS, BlockModel, as_block_model, call
 from shardopt.core._block_remat import Named, read_remat
 from shardopt.core._errors import calling, plural, type_error, value_error
 from shardopt.core._rounding import Rounding
-from shardopt.core._types import PyTree, Rules, Weighted, is_inexact, leaves_with_paths, with_leaves
+from shardopt.core._types import (
+    PyTree,
+    Rules,
+    Weighted,
+    abstract,
+    is_inexact,
+    leaves_with_paths,
+    with_leaves,
+)
 from shardopt.mesh import analysis
 from shardopt.partition._rules import match_rules, matches, patterns_of
 from shardopt.remat._split_backward import split_backward
@@ -391,9 +399,7 @@ def trace(
     if not all(np.ndim(leaf) for leaf in jax.tree.leaves(abstract_batch)):
         fix = "give every leaf of the batch its rows as first dim."
         raise value_error("a leaf of the batch has no dim.", fix=fix)
-    params = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract_params
-    )
+    params = abstract(abstract_params)
     functions = _ModelFunctions.of(blocks, params)
     one_row, two_rows = (
         _row_costs(functions, _with_rows(abstract_batch, count)) for count in (1, 2)

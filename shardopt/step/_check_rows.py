@@ -3,7 +3,7 @@
 `calling` names the function that the user called.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from shardopt.core._errors import plural, value_error
 from shardopt.runtime._agreement import groups, process_text
@@ -94,21 +94,12 @@ def check_own_rows(
         process: tuple(sorted(_part(digest, "rows").items()))
         for process, digest in zip(processes, digests, strict=True)
     }
-    same_shares = groups([shares[process] for process in processes], processes)
-    for held, who in same_shares.items():
+    leaders = []
+    for held, who in groups([shares[process] for process in processes], processes).items():
         members = [process for process in processes if shares[process] == held]
-        if len({of_process[process] for process in members}) > 1:
-            problem = (
-                f"{who} hold the same rows of the mesh, since it splits parameters over them, but"
-                " they passed different rows."
-            )
-            fix = (
-                "let them load the same rows; or pass the global batch on all processes:"
-                " so.GlobalRows(batches)."
-            )
-            raise value_error(problem, fix=fix)
-    first_ones = [min(p for p in processes if shares[p] == held) for held in same_shares]
-    leaders = [process for process in first_ones if of_process[process]]
+        _check_equal_rows(who, {of_process[process] for process in members})
+        if of_process[min(members)]:
+            leaders.append(min(members))
     copies = groups([of_process[process] for process in leaders], leaders)
     if len(copies) < len(leaders):
         repeated = [who for who in copies.values() if who.startswith("processes")]
@@ -118,6 +109,19 @@ def check_own_rows(
             " batch, wrap the batches: so.GlobalRows(batches)."
         )
         raise value_error(problem, repeated, fix)
+
+
+def _check_equal_rows(who: str, rows: Collection[object]) -> None:
+    if len(rows) > 1:
+        problem = (
+            f"{who} hold the same rows of the mesh, since it splits parameters over them, but"
+            " they passed different rows."
+        )
+        fix = (
+            "let them load the same rows; or pass the global batch on all processes:"
+            " so.GlobalRows(batches)."
+        )
+        raise value_error(problem, fix=fix)
 
 
 def check_shares(shares: Shares) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 
 from shardopt.config._config import StrategyConfig
 from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree, is_key, leaves_with_paths, path_text
-from shardopt.losses._batch_dims import FIX_ROWS, check_row_dims, row_dim, shown_leaves
+from shardopt.core._types import PyTree, is_key, leaves_with_paths
+from shardopt.losses._batch_dims import FIX_ROWS, check_row_dims, map_rows, row_dim, shown_leaves
 from shardopt.step._batches import as_arrays
 from shardopt.step._global_rows import unwrap
 from shardopt.step._inputs import check_rows
@@ -74,12 +74,7 @@ class HostBatch(NamedTuple):
 
     def without_rows(self, config: StrategyConfig) -> PyTree:
         """Return the same batch with 0 rows."""
-
-        def cut(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
-            dim = row_dim(config, path_text(path), np.ndim(leaf))
-            return leaf if dim is None else np.take(leaf, [], axis=dim)
-
-        return jax.tree_util.tree_map_with_path(cut, self.leaves)
+        return map_rows(config, lambda leaf, dim: np.take(leaf, [], axis=dim), self.leaves)
 
 
 def read_batch(config: StrategyConfig, batch: PyTree) -> HostBatch:

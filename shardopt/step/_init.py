@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import shardings
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, type_error
 from shardopt.core._types import PyTree, TrainState, is_key
 from shardopt.step._cache import LayoutCache
 from shardopt.step._compile import AotCompiled, make_program
@@ -45,9 +45,12 @@ def first_state(
       rng: the key that seeds the steps; None for the default.
       rows: joins the batches of the processes of the job.
     """
-    with jax.transfer_guard("allow"):  # init must copy parameters to devices
-        key = typed_key(config, rng)
-        check_not_traced(config, params, key)
+    with (
+        calling(config.strategy),
+        jax.transfer_guard("allow"),
+    ):  # init must copy parameters to devices
+        key = typed_key(rng)
+        check_not_traced(params, key)
         init_key, params = key if rng is None else rng, params_as_arrays(params)
         shapes = jax.eval_shape(params, init_key) if is_init_fn(params) else params
         if not isinstance(rows, RowsOfOne):
@@ -81,9 +84,7 @@ def make_state(
     else:
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
             fix = "pass arrays, or a function and a key: init(init_fn, rng)."
-            raise TypeError(
-                format_error(config.strategy, "init was given shapes without values.", fix=fix)
-            )
+            raise type_error("init was given shapes without values.", fix=fix)
         # device_put hands back the same buffer on a device that has it already, even with
         # may_alias=False.
         copy = make_program(config, copied, in_shardings, compiled.shardings.params)

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec, Sharding
 from shardopt.config._config import StrategyConfig
 from shardopt.config._user_mesh import on_auto_axes
 from shardopt.core._block_model import as_block_model
-from shardopt.core._errors import calling, format_error, plural, value_error
+from shardopt.core._errors import calling, format_error, plural, type_error, value_error
 from shardopt.core._types import (
     PyTree,
     TrainState,
@@ -40,28 +40,29 @@ def check_params(config: StrategyConfig, params: PyTree) -> PyTree:
       TypeError: if they are a train state, or a leaf is not an array or a number.
       ValueError: if a leaf is a random key that no rule freezes.
     """
-    # flax's has the same name
-    if isinstance(params, TrainState) or hasattr(params, "apply_gradients"):
-        fix = "pass its .params; so.replace(state, opt_state=..., step=...) sets what else it has."
-        raise TypeError(
-            format_error(config.strategy, "parameters were expected, got a TrainState.", fix=fix)
-        )
-    wrong_leaves = [
-        f"{path}: {type(leaf).__name__}"
-        for path, leaf in leaves_with_paths(params)
-        if not is_array_like(leaf) and not isinstance(leaf, int | float)
-    ]
-    if wrong_leaves:
-        problem = "parameters must be a pytree of arrays."
-        fix = (
-            "split the rest off, for instance with equinox.partition(model, equinox.is_array) or"
-            " flax.nnx.split."
-        )
-        raise TypeError(format_error(config.strategy, problem, wrong_leaves, fix))
-    shapes = abstract(params)
     with calling(config.strategy):
+        # flax's has the same name
+        if isinstance(params, TrainState) or hasattr(params, "apply_gradients"):
+            fix = (
+                "pass its .params; so.replace(state, opt_state=..., step=...) sets what else it"
+                " has."
+            )
+            raise type_error("parameters were expected, got a TrainState.", fix=fix)
+        wrong_leaves = [
+            f"{path}: {type(leaf).__name__}"
+            for path, leaf in leaves_with_paths(params)
+            if not is_array_like(leaf) and not isinstance(leaf, int | float)
+        ]
+        if wrong_leaves:
+            problem = "parameters must be a pytree of arrays."
+            fix = (
+                "split the rest off, for instance with equinox.partition(model, equinox.is_array) or"
+                " flax.nnx.split."
+            )
+            raise type_error(problem, wrong_leaves, fix)
+        shapes = abstract(params)
         check_keys(shapes, config.layout.frozen)
-    return shapes
+        return shapes
 
 
 def check_keys(params: PyTree, frozen: Sequence[str | re.Pattern[str]] | None = None) -> None:
@@ -96,7 +97,7 @@ def check_keys(params: PyTree, frozen: Sequence[str | re.Pattern[str]] | None = 
         raise value_error(problem, trained_keys, fix)
 
 
-def check_not_traced(config: StrategyConfig, params: PyTree, rng: jax.Array | None) -> None:
+def check_not_traced(params: PyTree, rng: jax.Array | None) -> None:
     """Refuse, by a TypeError, to begin under a trace: `init` compiles programs, and another
     optimizer may not call it.
     """
@@ -106,7 +107,7 @@ def check_not_traced(config: StrategyConfig, params: PyTree, rng: jax.Array | No
             "call init outside of jax.jit; inside of another optimizer put the optax optimizer"
             " itself, opt.wrapped."
         )
-        raise TypeError(format_error(config.strategy, problem, fix=fix))
+        raise type_error(problem, fix=fix)
 
 
 def check_state(config: StrategyConfig, state: TrainState) -> None:
@@ -336,14 +337,14 @@ def put(values: jax.Array | np.ndarray, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
-def typed_key(config: StrategyConfig, rng: jax.Array | None) -> jax.Array:
+def typed_key(rng: jax.Array | None) -> jax.Array:
     """Return the key as a typed key of jax's default implementation, which the steps use."""
     default = jax.random.key(0)
     if rng is None:
         return default
     if not isinstance(rng, jax.Array):
         problem = f"rng must be a random key, got {type(rng).__name__}."
-        raise TypeError(format_error(config.strategy, problem, fix="pass jax.random.key(seed)."))
+        raise type_error(problem, fix="pass jax.random.key(seed).")
     if not is_key(rng):
         return jax.random.wrap_key_data(rng)
     if rng.dtype != default.dtype:
@@ -352,7 +353,7 @@ def typed_key(config: StrategyConfig, rng: jax.Array | None) -> jax.Array:
             f" ({default.dtype})."
         )
         fix = "pass jax.random.key(seed), or set jax_default_prng_impl."
-        raise ValueError(format_error(config.strategy, problem, fix=fix))
+        raise value_error(problem, fix=fix)
     return rng
 
 

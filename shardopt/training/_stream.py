@@ -14,7 +14,7 @@ import numpy as np
 
 from shardopt.checkpoint._multihost import exchange
 from shardopt.checkpoint._tree import Json
-from shardopt.core._errors import error_text, plural, value_error
+from shardopt.core._errors import format_error, plural
 from shardopt.core._types import PyTree, is_key
 from shardopt.losses._batch_dims import row_counts
 from shardopt.step._batches import as_arrays
@@ -289,7 +289,7 @@ class BatchStream:
                 f"the batches end after {self.drawn}, but the checkpoint was saved after {count}."
             )
             fix = "pass a fresh iterator over the same data."
-            raise value_error(problem, fix=fix)
+            raise ValueError(format_error("fit", problem, fix=fix))
 
     def _draw_rows(self, position: Mapping[str, Json], counts: RowCounts) -> str:
         """Draw as many rows as before the save, in batches of another size.
@@ -320,7 +320,7 @@ class BatchStream:
                 f"choose a batch size that divides {counts.total}, or train with batches of"
                 f" {counts.first} rows to a checkpoint after a multiple of {drawn_rows.first}."
             )
-            raise value_error(problem, fix=fix)
+            raise ValueError(format_error("fit", problem, fix=fix))
         description = (
             f"the data by drawing {plural(counts.total, 'row')}: batches have"
             f" {drawn_rows.first}, they had {counts.first}"
@@ -353,7 +353,7 @@ class BatchStream:
             " then let process p of n take rows p, p + n, ... of each global batch; or let every"
             " process draw the whole global batch."
         )
-        raise value_error(problem, fix=fix)
+        raise ValueError(format_error("fit", problem, fix=fix))
 
     def _check_order(self, position: Mapping[str, Json], rows: slice = _FIRST_ROWS) -> None:
         """Warn if the last batch is not the one that was drawn before the save."""
@@ -370,7 +370,7 @@ class BatchStream:
                 " get_state and set_state, as grain's have; or some rows are seen twice, and others"
                 " not at all."
             )
-            warnings.warn(error_text(problem, fix=fix), stacklevel=3)
+            warnings.warn(format_error("fit", problem, fix=fix), stacklevel=3)
 
 
 @dataclasses.dataclass(frozen=True)
