@@ -185,7 +185,7 @@ def under_mesh(mesh: Mesh, roles: Mapping[str, tuple[str, ...]] | None = None) -
 
 
 def without_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which no mesh of `jax.set_mesh` is set.
+    """Return a context without a mesh of `jax.set_mesh`.
 
     jax refuses `set_mesh` inside of `jax.grad`, `jax.vmap` and others, with arrays that have values
     too. There the mesh is hidden from traces alone.

@@ -353,8 +353,8 @@ class TuneOptions(PlacedOptions):
 
     Write a folder for transformers or peft.
 
-    The loss is on the tokens of the assistant. Options of devices, mesh, strategy and run are those
-    of train.
+    The loss is on the tokens of the assistant. Options of devices, mesh, strategy and run are the
+    same as in train.
     """
 
     where: DeviceOptions = DeviceOptions()

@@ -117,7 +117,7 @@ def check_transformation(
     """Return an optax transformation in the form that takes extra arguments.
 
     Its `init` copies an array that optax has in two leaves, or shares with the parameters, as in
-    `optax.contrib.dog`: a step that donates the state must not get one buffer twice.
+    `optax.contrib.dog`. A step that donates the state must not get one buffer twice.
 
     Raises:
       TypeError: if it has no callable `init` and `update`.

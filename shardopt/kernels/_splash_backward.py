@@ -144,8 +144,8 @@ def _sees_all(piece: int, query_lead: int, rule: MaskRule) -> bool:
 
 
 def _tiles(T: int, query_lead: int, block: int, rule: MaskRule) -> list[tuple[int, int]]:
-    """Return the tiles, as (number of the query block, number of the key block), in which some
-    query sees some key.
+    """Return the tiles where some query sees some key, as (number of the query block, number of the
+    key block).
     """
 
     def has_visible_key(i: int, j: int) -> bool:

@@ -131,7 +131,7 @@ def plan_stages(
       config: of the strategy.
       layout: of the parameters.
       full_trace: the trace of the update, whose first variables are the gradients.
-      retrace: makes the trace of the update in which these leaves have a single block.
+      retrace: makes the trace of the update with a single block for each of these leaves.
     """
     groups = Groups(full_trace, max(MIN_ELEMENTS, config.layout.min_shard_elements))
     leaves: dict[int, list[int]] = {}
@@ -261,8 +261,8 @@ class _Cuts:
     """Finds the tasks that do the same to each block of a `BlockModel`, or to each matrix of any
     other stacked leaf.
 
-    Each leaf of three or more dims may be a stack. The proof is a trace of the update in which each
-    stack has one matrix. All leaves are cut in one trace. If an optimizer works differently then,
+    Each leaf of three or more dims may be a stack. The proof is a trace of the update whose stacks
+    have one matrix each. All leaves are cut in one trace. If an optimizer works differently then,
     leaves of each shape are cut in a trace of their own.
     """
 

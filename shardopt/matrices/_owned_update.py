@@ -198,8 +198,8 @@ def owners_of(config: StrategyConfig, layout: Layout) -> Owners | None:
 def retrace(
     config: StrategyConfig, layout: Layout, value: jax.ShapeDtypeStruct, cut: CutLeaves
 ) -> Trace:
-    """Return the trace of the update of shapes, for the model, or for a model in which some leaves
-    have a single block.
+    """Return the trace of the update of shapes, for the model, or for a model with a single block
+    in some leaves.
 
     Args:
       config: of the strategy.

@@ -290,7 +290,7 @@ def from_pretrained(
         its model_type.
       param_dtype: the dtype of the parameters; None keeps the dtypes of the files.
       dtype: dtype of activations and products, as in `decoder.DecoderConfig`.
-      remat: what the backward pass recomputes, as in `BlockModel`.
+      remat: the values that the backward pass recomputes, as in `BlockModel`.
       loss_chunk: positions whose logits are held at a time, as in `decoder.DecoderConfig`.
 
     Returns:

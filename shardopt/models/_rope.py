@@ -19,10 +19,10 @@ class Rope:
 
     Attributes:
       base: the longest wavelength, divided by 2 pi.
-      kind: how frequencies are changed for longer rows than a model was first trained on. "linear"
-        divides all by `factor`. "llama3" divides low ones, and "yarn" too, each with a smooth
-        transition of its own. "longrope" divides each by a number of its own, and by other
-        numbers in rows that are longer than `length`.
+      kind: how frequencies are changed for longer rows than a model was first trained on. The kind
+        "linear" divides all by `factor`. The kinds "llama3" and "yarn" divide low ones, each with a
+        smooth transition of its own. The kind "longrope" divides each by a number of its own, and
+        by other numbers in rows that are longer than `length`.
       dims: how many dims of a head rotate, the first ones; None rotates all.
       interleaved: whether a pair is components 2i and 2i + 1, not i and i + dims / 2.
       factor: how many times longer the rows are.

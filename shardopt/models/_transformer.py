@@ -35,8 +35,8 @@ def model(
 
     Args:
       shape: sizes and dtypes.
-      remat: what the backward pass recomputes, as in `BlockModel`; blocks name the same values as
-        `decoder.model`.
+      remat: the values that the backward pass recomputes, as in `BlockModel`; blocks name the same
+        values as `decoder.model`.
       chunk: positions whose logits are held at a time, as in `so.nn.cross_entropy`.
       logits_dtype: the dtype of the logits, as in `so.nn.cross_entropy`.
       sequence_parallel: whether tensor shards positions, as in `DecoderConfig`.

@@ -208,8 +208,8 @@ def init(config: DecoderConfig, rng: jax.Array) -> Params:
       True
     """
     keys = iter(jax.random.split(rng, len(leaf_shapes(config))))
-    # the sum of the 2 L branches then has the variance of one branch; a tied embedding is also the
-    # head, and with 0.02 each token would predict itself with a logit of 0.02 D
+    # The sum of the 2 L branches then has the variance of one branch. A tied embedding is also the
+    # head: with 0.02 each token would predict itself with a logit of 0.02 D.
     branch_scale = 0.02 / (2 * config.num_layers) ** 0.5
     scales: dict[str, float] = {"out": branch_scale, "down": branch_scale}
     scales |= {"embedding": 1 / config.dim} if config.tied else {}
@@ -256,8 +256,8 @@ def model(config: DecoderConfig, *, remat: Remat = None) -> BlockModel:
 
     Args:
       config: the description of the model.
-      remat: what the backward pass recomputes, as in `BlockModel`. With T tokens, blocks name these
-        values:
+      remat: the values that the backward pass recomputes, as in `BlockModel`. With T tokens, blocks
+        name these values:
 
         - "qkv", queries, keys and values: [3 T D] for a GPT. Queries and keys are rotated, unless a
           norm of heads comes before the rotation or a kernel for TPU rotates them. No norm of heads

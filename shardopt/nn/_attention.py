@@ -139,9 +139,9 @@ def attention(
     **Placement**: inside a strategy, rules may shard heads over tensor. Rows are sharded over the
     axes that carry them, and positions over context. Each device computes its own rows and heads.
 
-    **Communication**: none without a context axis. With C context devices, b bytes a number, T
-    positions a device, and KV = 2 B T G K b the bytes of a device's keys and values, each device
-    sends per layer:
+    **Communication**: none without a context axis. Let there be C context devices, b bytes a number
+    and T positions a device. KV = 2 B T G K b are the bytes of a device's keys and values. Each
+    device sends per layer:
 
         ring          forward (C-1) KV in C-1 hops; backward the same (C-1) KV, and (C-1) KV w/b for the gradients of keys
                       and values, which are summed in w = 4 bytes (8 in float64). With a window of W
@@ -154,10 +154,11 @@ def attention(
     Positions and segment ids are sent only if they are given. On CPU, a ring in a pipeline gathers
     at every hop.
 
-    **Memory**: "splash" and "cudnn" never hold the T x T scores. "xla" holds them, except with
-    `positions` or over a context axis: then it computes tiles of 512 x 512 scores, and skips tiles
-    that the mask hides. A ring holds two blocks of other devices' keys and values at a time, and
-    stores none of them. "all_gather" holds all C blocks and their gradients while it runs.
+    **Memory**: "splash" and "cudnn" never hold the T x T scores. The implementation "xla" holds
+    them, except with `positions` or over a context axis. Then it computes tiles of 512 x 512
+    scores, and skips tiles that the mask hides. A ring holds two blocks of other devices' keys and
+    values at a time, and stores none of them. "all_gather" holds all C blocks and their gradients
+    while it runs.
 
     **Remat**: the output has the `checkpoint_name` "attention". If that is saved, the backward pass
     does not run splash or the tiles again. "xla" recomputes the scores alone. cudnn runs again, for

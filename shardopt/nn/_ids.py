@@ -18,7 +18,7 @@ def integers(
 
     Args:
       caller: the function that the user called.
-      name: what the ids are, as "targets".
+      name: the name of the ids, as "targets".
       ids: an array, a list or a number.
       shapes: the dims, as "[B, T]", with their sizes; None is any shape.
 

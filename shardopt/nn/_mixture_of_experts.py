@@ -66,9 +66,9 @@ def mixture_of_experts(
 
     Args:
       weights: "up" [E, D, F] and "down" [E, F, D], and "gate" [E, D, F] for gated experts, in the
-        dtype of x; dim 0 is E, or E/X on a device of an expert axis of size X. "gate_bias" and
-        "up_bias" [E, F] and "down_bias" [E, D] are added to the products. Without a gate, "up" may
-        be [E, D, n F]: the activation then returns F units (GPT-OSS).
+        dtype of x. Dim 0 is E, or E/X on a device of an expert axis of size X. The biases
+        "gate_bias" and "up_bias" [E, F] and "down_bias" [E, D] are added to the products. Without a
+        gate, "up" may be [E, D, n F]: the activation then returns F units (GPT-OSS).
       x: [B, T, D].
       router: [D, E].
       top_k: K.
@@ -87,9 +87,9 @@ def mixture_of_experts(
       chunk: how many tokens of a device are dispatched at a time. None: all.
 
     Returns:
-      (y, statistics): y is [B, T, D] in the dtype of x. statistics is a `RouterStatistics` of the
-      choices of each row: load and probability [B, E], and z_loss [B]. A token whose scores are NaN
-      has the result NaN. No load counts it.
+      (y, statistics): y is [B, T, D] in the dtype of x. The statistics are a `RouterStatistics` of
+      the choices of each row: load and probability [B, E], and z_loss [B]. A token whose scores are
+      NaN has the result NaN. No load counts it.
 
     Raises:
       TypeError: if top_k or chunk is not an integer, or weights have another dtype than x.

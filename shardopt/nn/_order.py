@@ -94,7 +94,7 @@ def zigzag(
 
     Raises:
       ValueError: if 2C (zigzag) or C (striped) does not divide T; if the order is unknown; if no
-        leaf has two dims; if an order is to be added and leaves differ in T.
+      leaf has two dims. If an order is to be added and leaves differ in T.
 
     Example:
       >>> import jax, numpy as np, shardopt as so
@@ -113,9 +113,9 @@ def zigzag(
 
     **Equivalence**: exact, if the loss passes the batch's "order" to `so.nn.attention` as
     `positions`, and takes position embeddings at these positions; the example models do. A batch's
-    own "positions", such as those of packed documents, are permuted like any leaf. Make next-token
-    targets before: afterwards the next token is at another place. **Communication**: none; this
-    runs on the host, or on the array's devices.
+    own "positions", such as the positions of packed documents, are permuted like any leaf. Make
+    next-token targets before: afterwards the next token is at another place. **Communication**:
+    none; this runs on the host, or on the array's devices.
 
     References:
       Brandon et al., "Striped Attention", 2023; zigzag is that of Llama 3's context parallelism

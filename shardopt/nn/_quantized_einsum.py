@@ -56,16 +56,16 @@ def quantized_einsum(
         dw = s_h (q(x)^T q(g s_x))    s_h of each row and channel
 
     g is the gradient of y. One copy of a weight and one of x serve both passes, because their
-    scales are multiplied into g before it is rounded. "int8" rounds to the nearest of -127 to 127.
-    "fp8" is e4m3fn, with 3 bits of fraction, up to 448; g uses e5m2, with 2 bits, up to 57344.
-    Gradients ignore the rounding (straight through).
+    scales are multiplied into g before it is rounded. The precision "int8" rounds to the nearest of
+    -127 to 127. The precision "fp8" is e4m3fn, with 3 bits of fraction, up to 448; g uses e5m2,
+    with 2 bits, up to 57344. Gradients ignore the rounding (straight through).
 
     **Rows**: of the dims of tokens, the last one counts positions, and the others count rows. With
     a single dim of tokens, dw is x^T g without rounding, since devices may share this dim.
 
     **Devices**: XLA multiplies y and dx in 8 bits where the device can. It multiplies the same
-    rounded numbers of dw in the dtype of the gradients. `docs/notes/low_precision.md` has what is
-    known of the speed.
+    rounded numbers of dw in the dtype of the gradients. `docs/notes/low_precision.md` has the known
+    facts about the speed.
 
     **Equivalence**: scales are of a token, a row or a channel, and no row is shared but over
     context, where devices take the maximum of all. So strategies, mesh sizes and micro-batches

@@ -92,8 +92,9 @@ def ring_attention(
     A ring of one device is allowed.
 
     In the forward pass, K and V make `hops` hops. In the backward pass they make the same hops, and
-    dK and dV in float32 (float64) make as many. dK and dV start at the first neighbour; their own
-    device adds its part at the end. No device stores the keys of another for the backward pass.
+    dK and dV in float32 (float64) make as many. The gradients dK and dV start at the first
+    neighbour; their own device adds its part at the end. No device stores the keys of another for
+    the backward pass.
     """
     return heads_last(_attend(ring, *heads_first(query, key, value), marks, sinks))
 

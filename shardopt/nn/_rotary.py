@@ -91,8 +91,9 @@ def rotated_heads(
     """Return queries and keys normed and rotated, the values, and the factor of scores that is left
     to attention.
 
-    Heads have the name "qkv" where it costs least to keep them: before a norm, whose gradient would
-    need the products again, and before a kernel that rotates; else after the rotation.
+    Heads have the name "qkv" where it costs least to keep them. This is before a norm, whose
+    gradient would need the products again, and before a kernel that rotates. Else it is after the
+    rotation.
 
     Args:
       query: [B, T, H, K].

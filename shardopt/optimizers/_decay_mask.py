@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from shardopt.core._types import PyTree, path_text
 
-# not those of a list or dict of blocks, which are numbered
+# not the paths of a list or dict of blocks, which are numbered
 _STACKED = r"(^|/)(first_)?blocks(/(?!\d+(/|$))|$)"
 
 
@@ -20,7 +20,8 @@ def decay_mask(params: PyTree, *, stacked: str = _STACKED) -> PyTree:
     Args:
       params: the parameters.
       stacked: a regex of the key paths whose first dim counts blocks, and not a dim of the weight.
-        By default below "blocks" and "first_blocks", but not those of a list, such as "blocks/0/w".
+        By default below "blocks" and "first_blocks", but not the paths of a list, such as
+        "blocks/0/w".
 
     Returns:
       A tree like the parameters. A leaf is True if one block of it has two dims or more, and its

@@ -20,9 +20,9 @@ class Event(NamedTuple):
     """One entry of the log.
 
     Attributes:
-      kind: "join", "pull", "push" or "leave"; "refuse" for a push that was not used because it was
-        not finite; "resume" for a worker that continues after the server was restored from a
-        checkpoint, and gives up its step in flight.
+      kind: "join", "pull", "push" or "leave". Or "refuse" for a push that was not used because it
+      was not finite. Or "resume" for a worker that continues after the server was restored from a
+      checkpoint, and gives up its step in flight.
       worker: the number of the worker.
       clock: the step that a pull begins or a push finishes; for other kinds the worker's next step.
       version: the number of updates applied to the parameters, after this event.
@@ -114,7 +114,7 @@ class Log:
             "refused";
           - "updates_per_second" and "pushes_per_second";
           - "staleness" {clocks: pushes} and "delay" {versions: pushes};
-          - "wait_seconds" {worker: seconds in which the bound held it back};
+          - "wait_seconds" {worker: seconds that the bound held it back};
           - "step_seconds" {worker: seconds between pulls and their pushes};
           - "data_seconds" {worker: seconds between its steps, without waiting}.
 

@@ -179,9 +179,9 @@ class AsyncOptimizer:
 
         Raises:
           TypeError: if `log` is not a `Log`.
-          ValueError: if the run had other settings, other parameters or more workers, the batches
-            end too soon, an event of the server differs from the log, or the result differs from
-            the result of the run.
+          ValueError: if the run had other settings, other parameters or more workers, or the
+          batches end too soon. If an event of the server differs from the log, or the result from
+          the result of the run.
 
         **Equivalence**: bit for bit, if the loss is deterministic and the devices are of the same
         kind as in the run.

@@ -109,7 +109,7 @@ class AsyncJob(NamedTuple):
       batches_of: the data.
       key: the data of the random key.
       num_updates: the version to stop at.
-      availability: the periods in which each worker works.
+      availability: the periods when each worker works.
       log_path: the file to write the log to, or None.
     """
 
@@ -129,7 +129,7 @@ class AsyncResult(NamedTuple):
       log: the event log, for `AsyncOptimizer.replay` and `Log.save`.
       metrics: a dict of the entries below.
 
-    The metrics are those of `log.summary()`: rates, histograms of staleness
+    The metrics are the entries of `log.summary()`: rates, histograms of staleness
     (clocks) and delay (versions), and the seconds that each worker waited. In addition:
 
     - "stopped": "completed" (num_updates reached), "exhausted" (no worker is left, or the data is

@@ -282,9 +282,9 @@ def make_server(
         None.
       max_staleness: the bound in clocks; None for no bound.
       rule: the treatment of late gradients, from `parameter_server.rules`; None for none.
-      nonfinite: the treatment of a push that is not finite. "raise" raises `NonFiniteUpdateError`.
-        "skip" drops the push, which still counts as a step of the worker, and is a "refuse" in the
-        log.
+      nonfinite: the treatment of a push that is not finite. The choice "raise" raises
+        `NonFiniteUpdateError`. The choice "skip" drops the push, which still counts as a step of
+        the worker, and is a "refuse" in the log.
       reducer: the reducer that encodes pushes: `update.grads` is the message of its
         `so.reducers.compressor`.
       donate: let each update take over the memory of the previous optimizer state, which must not

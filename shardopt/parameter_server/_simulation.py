@@ -37,7 +37,7 @@ class SimulatedWorker(NamedTuple):
         seconds`, such as `lambda rng: rng.exponential(2.0)`.
       latency: seconds that a message takes in each direction, in addition to its size / bandwidth.
       bandwidth: bytes per second, in each direction.
-      availability: periods `(from, to)`, in seconds, in which it works. It joins at the start of
+      availability: the periods `(from, to)` of its work, in seconds. It joins at the start of
         each period. At the end of a period it dies, and its step in flight is lost.
 
     Example:

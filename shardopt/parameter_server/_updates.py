@@ -31,9 +31,9 @@ NO_WEIGHT = "loss: its weight is 0"
 class Update(NamedTuple):
     """One push: the gradient of a loss that is not yet divided by its weight.
 
-    With T_i, W_i the total and weight of the loss on the n_i rows of push i, both per row, several
-    pushes are averaged as sum n_i grad T_i / sum n_i W_i: the gradient on the union of their rows.
-    A plain mean loss has W_i = 1.
+    Let T_i and W_i be the total and weight of the loss on the n_i rows of push i, both per row.
+    Several pushes are averaged as sum n_i grad T_i / sum n_i W_i. This is the gradient on the union
+    of their rows. A plain mean loss has W_i = 1.
 
     Attributes:
       grads: grad T, like the parameters, with None for leaves that are not trained. With a reducer,

@@ -54,9 +54,9 @@ class Segment(NamedTuple):
 
     Attributes:
       worker: the number of the worker.
-      doing: "step", from a pull to its push, with transfers; "lost", a step that was never pushed;
-        "wait", when the bound held it back; "data", between its steps without waiting, for instance
-        while it loads its next batch.
+      doing: "step", from a pull to its push, with transfers. Or "lost", a step that was never
+      pushed. Or "wait", when the bound held it back. Or "data", between its steps without waiting,
+      for instance while it loads its next batch.
       start: seconds since the run began.
       end: seconds since the run began.
     """

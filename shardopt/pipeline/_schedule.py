@@ -41,8 +41,8 @@ class Schedule:
       ticks: the tick of every pass.
 
     Raises:
-      ValueError: in this order: if tables differ in shape, or virtual stages are not spread evenly;
-        if a pass is missing, runs before its input arrives, or shares its tick, stage and kind with
+      ValueError: in this order: if tables differ in shape, or virtual stages are not spread evenly.
+        If a pass is missing, runs before its input arrives, or shares its tick, stage and kind with
         another pass. The error counts all faults and lists the first eight.
     """
 

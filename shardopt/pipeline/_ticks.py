@@ -25,9 +25,9 @@ class Ticks(NamedTuple):
         gradient of the input.
       weight: [V, M], the tick of each gradient of the weights; None if `backward` computes these
         gradients as well.
-      message_ticks: the number of ticks after which another stage can use a message. 1: all stages
-        wait for the message at the end of the tick that made it. 2: the message travels while the
-        next tick runs.
+      message_ticks: the number of ticks after which another stage can use a message. If it is 1,
+        all stages wait for the message at the end of the tick that made it. If it is 2, the message
+        travels while the next tick runs.
     """
 
     num_stages: int

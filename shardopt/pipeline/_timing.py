@@ -118,8 +118,7 @@ def own_pace(ticks: Ticks, times: PassTimes) -> dict[str, list[list[float]]]:
 def in_order(ticks: Ticks) -> list[tuple[str, int, int]]:
     """Return every pass (kind, virtual stage, micro-batch) by tick, and in the order within a tick.
 
-    The inputs of a pass precede it, and the passes of one stage are in the order in which the stage
-    runs them.
+    The inputs of a pass precede it, and the passes of one stage are in the order of their runs.
     """
     kinds = list(LETTERS)
     passes = [

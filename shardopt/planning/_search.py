@@ -479,7 +479,7 @@ def predict(
     Args:
       workload: the model.
       layout: mesh sizes, placement, schedule, micro-batches.
-      hardware: the chip, of which each device of the mesh has its part.
+      hardware: the chip. Each device of the mesh has its part of it.
       batch_size: rows of the global batch.
       tx: the optimizer, for the bytes of its state; by default `optax.adamw`.
       slices: number of pods; each has an equal number of chips.

@@ -29,7 +29,7 @@ def gathered_block(
       model: the model with the block. The backward pass recomputes values by `model.remat`, and
         always recomputes values that depend on weights alone.
       gather: gathers the weights of one block.
-      remat: chooses what a block keeps.
+      remat: chooses the values that a block keeps.
     """
 
     def run(one_block: PyTree, index: jax.Array | int, rng: jax.Array | None, x: PyTree) -> PyTree:

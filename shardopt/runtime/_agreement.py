@@ -48,7 +48,7 @@ def agree(place: str, value: Any, processes: Sequence[int]) -> list[Any]:
     machine that does nothing else (`benchmarks/agreement.py`).
 
     Args:
-      place: what the process is doing, for messages.
+      place: the activity of the process, for messages.
       value: a JSON value.
       processes: the processes that take part, from `processes_of`.
 

@@ -115,9 +115,9 @@ def open_folder(folder: Path) -> Path:
     """Return a folder of programs, which is made if it does not exist.
 
     Delete programs that no run has read for 30 days, and programs that a killed process has left
-    half written. jax never replaces an entry, so half an entry would be compiled at every start.
-    jax can limit the size of its cache. Each read then waits for a lock that all processes share,
-    and there may be thousands of them.
+    half written. Note that jax never replaces an entry, so half an entry would be compiled at every
+    start. jax can limit the size of its cache. Each read then waits for a lock that all processes
+    share, and there may be thousands of them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     checked = folder / _CHECKED

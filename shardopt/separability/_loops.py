@@ -72,8 +72,8 @@ def scan(proof: ProofSettings, site: EquationPair, relations: list[Relation]) ->
 
 
 def _with_dims(site: EquationPair, relation: Relation, added_dims: int) -> Relation:
-    """Return the relation of the stacked results of all turns, which have one dim more, or of the
-    part of a scanned operand that a turn takes, which has one less.
+    """Return the relation of the stacked results of all turns, which have one dim more. Or return
+    the relation of the part of a scanned operand that a turn takes, which has one dim less.
 
     The dim of turns has one length in both traces, so it is not the split dim. A known number is
     the number of one turn only.

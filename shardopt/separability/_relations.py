@@ -20,7 +20,7 @@ key, so the relation holds only if all pieces draw the same numbers. Then a mean
 in expectation. A weight, an extreme or a collective is not.
 
 All relations but Known share one rule. A dim may have another size in W than in P, although it is
-not the split dim. **Then all entries along this dim are equal.** So a number that is broadcast is
+not the split dim. Then **all entries along this dim are equal**. So a number that is broadcast is
 the Same for any number of rows.
 """
 
@@ -63,7 +63,7 @@ class Same:
     Attributes:
       ratio: W / P_i.
       drawn: whether the value follows from a random draw for all rows.
-      keys: for random keys that are drawn, the ways in which they are made, see `_draws`.
+      keys: for random keys that are drawn, the ways that they are made, see `_draws`.
     """
 
     ratio: Fraction = Fraction(1)

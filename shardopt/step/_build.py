@@ -40,8 +40,9 @@ StepCache = LayoutCache[CompiledStep]
 class BatchFn(NotPickled):
     """A compiled function of a train state and a batch: `opt.evaluate`, or `opt.step`, a `TrainFn`.
 
-    The batch is a pytree with leaves [rows, ...]: numpy arrays with the rows of this process,
-    `so.GlobalRows` of arrays with the rows of all processes, or jax arrays that are global already.
+    The batch is a pytree with leaves [rows, ...]. They are numpy arrays with the rows of this
+    process, or `so.GlobalRows` of arrays with the rows of all processes. Or they are jax arrays
+    that are global already.
 
     Attributes:
       prepare: checks a state and a batch, and returns the program and its arguments.

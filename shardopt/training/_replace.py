@@ -118,8 +118,9 @@ def replace(
     **Placement**: each value gets the sharding of the old value.
 
     **Communication**: none for arrays on the host. An array on devices is sent to the devices of
-    the old value. An average takes an all-gather of the leaves whose optimizer state is sharded and
-    that are not (ddp: none, zero 1 and 2: all), and a mean over replicas that train separately.
+    the old value. An average takes a mean over replicas that train separately. It also takes an
+    all-gather of the leaves whose optimizer state is sharded and that are not (ddp: none, zero 1
+    and 2: all).
     """
     _check_state(state)
     if opt_state is not None:

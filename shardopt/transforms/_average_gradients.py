@@ -55,8 +55,8 @@ def average_gradients(
     Raises:
       TypeError: if `axis_name` is not a name or `reducer` not a `Reducer`; in `update`, if a
         gradient is not floating.
-      ValueError: in `update`, if the axis is not bound, the weight is no scalar, the types show
-        that the gradients are summed already, or a trace that they were clipped or averaged.
+      ValueError: in `update`, if the axis is not bound, or the weight is no scalar. If the types
+      show that the gradients are summed already, or a trace that they were clipped or averaged.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so

@@ -1,5 +1,6 @@
-"""`so.check` alone finds faults that are planted in our own strategies: a scale, an order, a stale
-value, a missing sum, a wrong spec, a wrong form on the wire. Strategies that are right pass.
+"""`so.check` alone finds faults that are planted in our own strategies. The faults are a scale, an
+order, a stale value, a missing sum, a wrong spec, and a wrong form on the wire. Strategies that are
+right pass.
 """
 
 import contextlib

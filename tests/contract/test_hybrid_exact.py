@@ -1,8 +1,8 @@
 """Hybrid equals one device on the union batch: every pair of schedule, placement, mesh, sizes,
 optimizer and model.
 
-In every run a schedule of forward and backward passes in turn and one of a split backward pass, two
-placements, and replicas; the rest is slow."""
+Every run has a schedule of forward and backward passes in turn, one with a split backward pass, two
+placements, and replicas. All other rows are slow."""
 
 import itertools
 import math

@@ -13,8 +13,8 @@ with imported("step_times") as step_times:
 
 pytestmark = pytest.mark.fast
 
-# a loop from bundle 2 to 12; the last steps skip 4 to 11, the branches in it skip 5 to 6 and 8 to
-# 10
+# A loop goes from bundle 2 to 12. The last steps skip 4 to 11, the branches in it skip 5 to 6 and 8
+# to 10.
 SCHEDULE = """
      0   :  { %s1 = sld [smem:[#allocation0]] }
    0x1   :  { %2 = sbr.rel (%p0) target = $region4 }
@@ -57,8 +57,8 @@ def test_counts_follow_the_branches_of_a_kernel(script, monkeypatch):
         script.loop_of(SCHEDULE.replace("LB", "  "))
 
 
-# in a loop from 2 to 20: bundles 3 and 4 start copies, and 6 to 13 are skipped if the loop over
-# tiles in it has no steps
+# A loop goes from 2 to 20. Bundles 3 and 4 start copies, and 6 to 13 are skipped if the loop over
+# tiles in it has no steps.
 NESTED = """
    0x2 LB: > { %s3 = smov 0 }
    0x3   : > { %4 = sbr.rel (!%p1) target = $region8 }

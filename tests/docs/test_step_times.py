@@ -371,8 +371,8 @@ def kernel(name, config=""):
 def test_kernels_take_what_they_state_or_what_their_shapes_tell():
     stated = ', backend_config={"custom_call_config":{"body":"x","cost_estimate":{"flops":"5000","bytes_accessed":"7"}}}'
     assert sums(seconds(*kernel("mine", stated))) == [5_001, 5_001, 0, 0]
-    # two products over 8 heads of 1024 x 1024 x 128, three quarters of them: 3 of 4 blocks of 512 x
-    # 512 are not masked
+    # Two products run over 8 heads of 1024 x 1024 x 128. Three quarters of them count: 3 of 4
+    # blocks of 512 x 512 are not masked.
     flops = 2 * 2 * 8 * 1024**2 * 128 * 3 / 4
     assert sums(seconds(*kernel("splash_mha_fwd")))[0] == flops + 1
     assert seconds(*kernel("splash_mha_fwd")).notes == ()

@@ -1,7 +1,7 @@
 """Programs for `leaves_used`, and what plain jax says about them.
 
-A result must count as following from each argument that changes it; if only differentiable uses
-count, from each argument that it has a gradient of.
+A result must count as following from each argument that changes it. If only differentiable uses
+count, it follows from each argument that it has a gradient of.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -2,8 +2,8 @@
 
 A relation stands for pairs (value of the whole batch, values of the pieces). `draw_pair` draws such
 a pair, and `violation` says why a pair is none of them. `check_rule` draws the operands of a rule,
-runs its function on the whole and on the pieces, and checks the results against the relations that
-the rule answers. So a rule is tested alone, in corners that no whole loss reaches.
+and runs its function on the whole and on the pieces. Then it checks the results against the
+relations that the rule answers. So a rule is tested alone, in corners that no whole loss reaches.
 
 "exact" promises these things, and `check_rule` checks them:
 
@@ -13,8 +13,8 @@ the rule answers. So a rule is tested alone, in corners that no whole loss reach
   sum. The difference may be `ROUNDINGS` times the machine epsilon, relative to the largest number.
 
 A value that is `drawn` follows from a random key, and each piece has another key. Its relation
-holds if all pieces draw the same number. So operands are drawn twice: with equal draws, where all
-relations must hold, and with different draws, where the relations must hold that are not `drawn`.
+holds if all pieces draw the same number. So operands are drawn twice. With equal draws all
+relations must hold. With different draws the relations must hold that are not `drawn`.
 """
 
 import dataclasses
@@ -537,7 +537,7 @@ def _check_gradients(
 ) -> None:
     """Check the cotangents of some operands, for cotangents of some results.
 
-    A cotangent is a derivative of the loss, and the loss of the whole batch is `SCALE` times the
+    A cotangent is a derivative of the loss. The loss of the whole batch is `SCALE` times the
     sum of the losses of the pieces.
     """
     known = (Same, Split, Total)

@@ -217,7 +217,7 @@ class _AllParams(frozenset):
 
 @functools.cache
 def row_mutants() -> list[tuple[Mutant, Any, Any]]:
-    """Return the mutants of sets of primitives and of the rows of the table, each with the value to
+    """Return the mutants of sets of primitives and of the rows of the table. Each has the value to
     change and its new value: (mutant, name or (file, name), value).
     """
     changes: list[tuple[str, str, Any, Any]] = []

@@ -298,8 +298,8 @@ def _error(shards: np.ndarray, sharding: str, expected: np.ndarray, scale: float
 
 
 def _scale(expected: np.ndarray, arguments: Sequence[np.ndarray]) -> float:
-    """Return the number that errors of a result are divided by: its largest change of an argument
-    of its shape, if it is an update of one, else its largest number.
+    """Return the number that errors of a result are divided by. If the result updates an argument
+    of its shape, this is its largest change, else its largest number.
     """
     if expected.dtype.kind != "f" or not expected.size:
         return SMALLEST

@@ -18,7 +18,7 @@ class WrongInstruction(NamedTuple):
       axes: the mesh axes along which the value is wrong; None if the mesh is unknown or the devices
         are no whole axes.
       groups: the devices concerned: each group should hold one value, or add up to one.
-      missing: what is wrong, and the step that is missing, as a sentence.
+      missing: the error, and the step that is missing, as a sentence.
       hlo: the instructions around it, under 60 lines.
     """
 
@@ -31,7 +31,7 @@ class WrongInstruction(NamedTuple):
     hlo: str
 
     def __str__(self) -> str:
-        """Return the instruction, its place, the groups and what is missing, then the instructions
+        """Return the instruction, its place, the groups and the missing step, then the instructions
         around it.
         """
         axes = "" if not self.axes else f" over {' x '.join(self.axes)}"

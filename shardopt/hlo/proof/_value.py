@@ -67,7 +67,7 @@ class Hidden(NamedTuple):
     things.
 
     Attributes:
-      kind: `dim` for a dim of which each device holds one element; `add`, `maximum`, ... for a
+      kind: `dim` for a dim with one element on each device; `add`, `maximum`, ... for a
         reduction that is not complete; `own` if every device computed with a term of such a
         reduction as if it were complete; `device` for a choice by the number of the device.
       at: the coordinate of each device.
@@ -163,7 +163,7 @@ class DerivedValue(NamedTuple):
         return self.fill == 0
 
     def dims_with(self, common: Mapping[int, Dim]) -> tuple[Dim, ...]:
-        """Return its dims, with those of `common` in their places."""
+        """Return its dims, with the dims of `common` in their places."""
         return tuple(common.get(i, dim) for i, dim in enumerate(self.dims))
 
     def changed(self, **fields: object) -> "DerivedValue":

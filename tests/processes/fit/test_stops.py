@@ -1,4 +1,4 @@
-"""A run gets a signal in every phase, and is killed three seconds later: the last finished step is
+"""A run gets a signal in every phase, and is killed three seconds later. The last finished step is
 on disk, and all checkpoints are whole.
 """
 

@@ -1,5 +1,5 @@
 """Each command as a process of its own, and under `launch`: one place joins the job and sets the
-devices, before any other code of the command uses jax.
+devices. No other code of the command uses jax before.
 """
 
 import dataclasses

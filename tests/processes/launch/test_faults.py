@@ -3,8 +3,8 @@ deleted, at ten random moments.
 
 Nothing is lost but time.
 
-The parameters at the end equal the parameters of an undisturbed run, bit for bit: gloo sums over as
-many processes in the same order each time."""
+The parameters at the end equal the parameters of an undisturbed run, bit for bit. The reason is
+that gloo sums over as many processes in the same order each time."""
 
 import os
 import random

@@ -1,5 +1,5 @@
 """A run whose processes pass their own rows goes on where it was, with as many processes or another
-number, and equals one device that was never interrupted.
+number. It equals one device that was never interrupted.
 """
 
 import functools

@@ -247,8 +247,8 @@ def test_a_gather_over_a_torus_takes_half_of_an_all_reduce():
 
 
 def test_a_mesh_axis_has_whole_axes_of_a_torus_to_itself():
-    # 2, 4, 8 and 16 of 16 chips have 0.5, 1, 1.5 and 2 axes; of 64 chips, 4, 16 and 32 have 1, 2
-    # and 2.5
+    # With 16 chips, 2, 4, 8 and 16 of them have 0.5, 1, 1.5 and 2 axes. With 64 chips, 4, 16 and 32
+    # of them have 1, 2 and 2.5.
     assert [torus_axes(size, 16, HARDWARE["v5e"]) for size in (2, 4, 8, 16)] == [1, 1, 1, 2]
     assert [torus_axes(size, 64, HARDWARE["v5p"]) for size in (4, 16, 32, 64)] == [1, 2, 2, 3]
 

@@ -2,9 +2,9 @@
 
 Most programs that are means are accepted.
 
-Plain jax judges every accepted program. It judges a sample of the others, from which the share of
-accepted means is estimated: compiling both sides of a program takes forty times as long as the
-proof."""
+Plain jax judges every accepted program. It judges a sample of the others, because compiling both
+sides of a program takes forty times as long as the proof. The share of accepted means is estimated
+from this sample."""
 
 from typing import NamedTuple
 

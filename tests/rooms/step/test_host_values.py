@@ -1,5 +1,5 @@
-"""Values of the host in a train state and among parameters: they are placed, or refused with the
-remedy; and the counter of steps does not wrap.
+"""Values of the host in a train state and among parameters are placed, or refused with the remedy.
+The counter of steps does not wrap.
 """
 
 from collections import OrderedDict

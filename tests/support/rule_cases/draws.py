@@ -1,6 +1,6 @@
 """Cases of random keys, and of draws from them.
 
-Operands are the bits of keys. Rows of a fresh draw have numbers of their own, so the check is that no
+Operands are the bits of keys. Rows of a fresh draw have numbers of their own. The check is that no
 two rows of the whole or of the pieces have the same numbers.
 """
 
