@@ -27,8 +27,8 @@ class NonFinite(NamedTuple):
       kind: "NaN" or "infinite".
       direction: "forward" or "backward".
       operation: the name of the first operation whose result is not finite. It is "argument" if the
-      leaf itself is not finite. It is "" if the values are finite operation by operation, and only
-      the compiled program has others.
+        leaf itself is not finite. It is "" if the values are finite operation by operation, and
+        only the compiled program has others.
       line: its source line, `file:line (function)`; "" for an argument.
       became_nan: operation and line where an infinity became NaN; "" if `operation` made NaN
         itself.

@@ -270,7 +270,7 @@ def check_positions(config: StrategyConfig, batch: PyTree) -> None:
 
     Raises:
       ValueError: if `batch_dims` name a dim of positions that a leaf does not have, or its row dim.
-      If no leaf has positions, or if context does not divide the number of positions.
+        If no leaf has positions, or if context does not divide the number of positions.
     """
     shares = config.axes.num_position_shares
     if shares == 1:

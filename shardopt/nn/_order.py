@@ -94,7 +94,7 @@ def zigzag(
 
     Raises:
       ValueError: if 2C (zigzag) or C (striped) does not divide T; if the order is unknown; if no
-      leaf has two dims. If an order is to be added and leaves differ in T.
+        leaf has two dims. If an order is to be added and leaves differ in T.
 
     Example:
       >>> import jax, numpy as np, shardopt as so

@@ -21,8 +21,8 @@ class Event(NamedTuple):
 
     Attributes:
       kind: "join", "pull", "push" or "leave". Or "refuse" for a push that was not used because it
-      was not finite. Or "resume" for a worker that continues after the server was restored from a
-      checkpoint, and gives up its step in flight.
+        was not finite. Or "resume" for a worker that continues after the server was restored from a
+        checkpoint, and gives up its step in flight.
       worker: the number of the worker.
       clock: the step that a pull begins or a push finishes; for other kinds the worker's next step.
       version: the number of updates applied to the parameters, after this event.

@@ -180,8 +180,8 @@ class AsyncOptimizer:
         Raises:
           TypeError: if `log` is not a `Log`.
           ValueError: if the run had other settings, other parameters or more workers, or the
-          batches end too soon. If an event of the server differs from the log, or the result from
-          the result of the run.
+            batches end too soon. If an event of the server differs from the log, or the result from
+            the result of the run.
 
         **Equivalence**: bit for bit, if the loss is deterministic and the devices are of the same
         kind as in the run.

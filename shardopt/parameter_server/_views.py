@@ -55,8 +55,8 @@ class Segment(NamedTuple):
     Attributes:
       worker: the number of the worker.
       doing: "step", from a pull to its push, with transfers. Or "lost", a step that was never
-      pushed. Or "wait", when the bound held it back. Or "data", between its steps without waiting,
-      for instance while it loads its next batch.
+        pushed. Or "wait", when the bound held it back. Or "data", between its steps without
+        waiting, for instance while it loads its next batch.
       start: seconds since the run began.
       end: seconds since the run began.
     """

@@ -56,7 +56,7 @@ def average_gradients(
       TypeError: if `axis_name` is not a name or `reducer` not a `Reducer`; in `update`, if a
         gradient is not floating.
       ValueError: in `update`, if the axis is not bound, or the weight is no scalar. If the types
-      show that the gradients are summed already, or a trace that they were clipped or averaged.
+        show that the gradients are summed already, or a trace that they were clipped or averaged.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so

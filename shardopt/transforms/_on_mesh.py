@@ -130,7 +130,7 @@ class _ChainOnMesh:
 
         Args:
           updates: under `jit` the gradients of all devices [N, ...]; inside of `shard_map` the
-          gradients of this device.
+            gradients of this device.
           state: the state, as `init` returns it or as `shard_map` hands it in.
           params: the parameters, the same on all devices; with `own_params` the parameters of all
             devices [N, ...], or as `shard_map` hands them in.

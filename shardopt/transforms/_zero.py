@@ -33,7 +33,7 @@ def zero(
     Raises:
       TypeError: if an argument is of the wrong kind.
       ValueError: if the mesh has no such axis. In `update`, if the axis is neither bound nor on a
-      mesh, or the types of `shard_map` show that gradients are not averaged yet.
+        mesh, or the types of `shard_map` show that gradients are not averaged yet.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
