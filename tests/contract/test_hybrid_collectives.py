@@ -234,7 +234,7 @@ def test_remat_on_one_stage_is_that_of_the_model(mesh_of):
     ),
     ids=str,
 )
-def test_bytes_per_device(placement, sizes, mesh_of):
+def test_each_device_holds_the_bytes_of_its_stage(placement, sizes, mesh_of):
     """Blocks a stage's part, outer leaves whole over pipeline.
 
     On data and tensor as without a pipeline.

@@ -84,7 +84,7 @@ def test_draws_what_ddp_draws(schedule, remat, mesh_of, x64):
     "schedule",
     tiered(["eager_one_f_one_b", "zero_bubble_lockstep_2"], lambda name: "eager" in name),
 )
-def test_frozen_updated_and_aux(schedule, mesh_of, x64):
+def test_frozen_and_updated_leaves_and_metrics_equal_ddp(schedule, mesh_of, x64):
     """Frozen leaves in blocks and outside, integer, boolean and key leaves.
 
     New values for some; metrics of every kind.

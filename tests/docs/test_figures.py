@@ -97,7 +97,7 @@ def test_losses_of_compressed_runs():
         assert f"{start}{contenders[name]['ratio']:.3f}" in text
 
 
-def test_ratios_of_times():
+def test_the_note_on_overhead_has_its_numbers():
     text = page("notes/overhead.md")
     overhead, peers = results("overhead"), results("peers")["cpu"]["128x4"]
     ddp, fsdp = (overhead[name]["median_ratio"] for name in ("ddp", "fsdp"))
@@ -151,7 +151,7 @@ def test_ratios_of_times():
     )
 
 
-def test_optimizers_of_matrices():
+def test_the_note_on_matrices_has_the_losses_of_its_results():
     record, text = results("matrices"), page("notes/matrices.md")
     for name, rate, loss, share in rows("notes/matrices.md", "optimizer"):
         row = record["runs"][name.strip("`")]
@@ -167,7 +167,7 @@ def test_optimizers_of_matrices():
     assert f"on {muon:.2f} (Muon) and {soap:.2f} (SOAP) of the tokens" in wording
 
 
-def test_muon_beside_torch():
+def test_the_note_on_matrices_has_the_comparison_with_torch():
     sizes, text = results("peers_muon")["sizes"], page("notes/matrices.md")
     names = {
         "AdamW, fsdp": "fsdp",
@@ -206,7 +206,7 @@ def test_muon_beside_torch():
     assert f"of torch {results('peers_muon')['torch'].partition('+')[0]}" in text
 
 
-def test_moments_in_8_bits():
+def test_the_note_on_convergence_has_the_numbers_of_8_bits():
     runs = results("eight_bit")["runs"]
     rounded, plain = runs["8 bits"], runs["fp32"]
     text, share = page("notes/convergence.md"), rounded["state_bytes"] / plain["state_bytes"]
@@ -215,7 +215,7 @@ def test_moments_in_8_bits():
     assert rounded["ratio"] < 1.01
 
 
-def test_losses_in_8_bits():
+def test_the_note_on_low_precision_has_its_losses():
     runs, text = results("low_precision")["loss"], page("notes/low_precision.md")
     exact = runs["float32"]["losses"]
     assert f"float32 has {statistics.mean(exact):.3f}:" in text
@@ -234,7 +234,7 @@ def test_losses_in_8_bits():
     assert f"int8: {mean:.3f} nats, with a standard error of {error:.3f}," in page("benchmarks.md")
 
 
-def test_products_in_8_bits():
+def test_the_note_on_low_precision_has_its_times_of_products():
     products, text = results("low_precision")["product"], page("notes/low_precision.md")
     plain, rounded = (
         products[f"v6e:2x2 {precision}, default VMEM"]["milliseconds"]
@@ -283,7 +283,7 @@ def test_asynchronous_runs():
         assert words in text, words
 
 
-def test_restarts():
+def test_the_note_on_restarts_has_its_numbers():
     record, text = results("restarts"), page("notes/restarts.md")
     step, lost = record["first new step"], record["steps lost"]
     assert f"comes after {step['memory']:.1f} s from memory" in text
@@ -313,7 +313,7 @@ def test_the_note_on_the_tpu_compiler_has_its_numbers():
         ] == "llama3-8b v5p:4x4x4 replica=2 tensor=1", program["name"]
 
 
-def test_long_rows():
+def test_the_note_on_long_rows_has_its_numbers():
     text = page("notes/long_rows.md")
     measurements = {(row["length"], row["context"]): row for row in results("long_context")}
     for (length, context), row in measurements.items():
@@ -330,7 +330,7 @@ def test_long_rows():
     )
 
 
-def test_predictions():
+def test_the_note_on_predictions_has_its_numbers():
     text, pod = page("notes/predictions.md"), results("pod")
     for held_out, hits in ((False, "21 of 21"), (True, "8 of 10")):
         ratios = [row["memory_ratio"] for row in pod["memory"] if row["held_out"] is held_out]
@@ -428,7 +428,7 @@ def test_the_note_on_experts_has_the_numbers_of_the_tpu_compiler():
     assert f"{seconds[1] * 1e3:.0f} ms where shardopt's are {seconds[2] * 1e3:.0f}." in text
 
 
-def test_the_page_of_all_benchmarks_in_short():
+def test_the_page_of_all_benchmarks_has_the_numbers_of_each():
     text = page("benchmarks.md")
     losses = results("convergence")["contenders"]
     eight_bit = results("eight_bit")["runs"]
@@ -475,7 +475,7 @@ def test_the_page_of_all_benchmarks_in_short():
         assert words in " ".join(text.split()), words
 
 
-def test_sums_between_processes():
+def test_the_note_on_compiler_errors_has_the_sums_between_processes():
     for (jaxlib, *cells), name in zip(
         rows("notes/compiler_errors.md", "jaxlib"),
         ("process_sums", "process_sums_0.12"),
@@ -491,7 +491,7 @@ def test_sums_between_processes():
         assert jaxlib == record["versions"]["jaxlib"]
 
 
-def test_memory_and_traffic_of_adapters():
+def test_the_page_on_adapters_has_their_memory_and_traffic():
     text, compiled = page("howto/lora.md"), results("adapters_pod")
     assert not compiled["llama3-8b v5e:2x4, all parameters"]["fits"]
     for base, name in (("bf16", "bfloat16"), ("int8", "int8")):
@@ -522,7 +522,7 @@ def test_goodput_next_to_published_runs():
     assert real["holds"] == (abs(real["points"]) <= 3)
 
 
-def test_silent_corruption():
+def test_the_page_on_silent_corruption_has_its_numbers():
     record, name = results("silent_corruption"), "howto/silent_corruption.md"
     expected_rows = [
         [strategy, every, f"{row['flops']:.3f}", f"{row['bytes sent']:.3f}"]
@@ -556,7 +556,7 @@ def test_silent_corruption():
     assert "In 100,000 verified steps without a fault there was no false alarm." in page(name)
 
 
-def test_norms():
+def test_the_page_on_loss_spikes_has_the_costs_of_norms():
     record, name = results("norms_cost"), "howto/loss_spike.md"
     expected_rows = [
         [
@@ -583,7 +583,7 @@ def test_norms():
     assert max(row["further all-reduces"] for row in record.values()) == 1
 
 
-def test_find_nan():
+def test_the_page_on_nans_has_the_times_of_find_nan():
     record, name = results("find_nan"), "howto/debug_a_nan.md"
     expected_rows = [
         [*row_name.split(", "), f"{row['core seconds']:.1f}"]

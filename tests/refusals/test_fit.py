@@ -114,7 +114,7 @@ ITERABLE = (
         ),
     ],
 )
-def test_refused(opt, new_state, wrong, kind, message):
+def test_wrong_arguments_are_refused(opt, new_state, wrong, kind, message):
     arguments = {"opt": opt, "state": new_state(), "batches": []} | GOOD | wrong
     with pytest.raises(kind) as caught:
         fit(arguments.pop("opt"), arguments.pop("state"), arguments.pop("batches"), **arguments)
@@ -146,7 +146,7 @@ def test_fit_refuses_before_anything_runs(opt, new_state, wrong):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
-def test_accepted(opt, new_state, memory):
+def test_arguments_of_all_kinds_are_accepted(opt, new_state, memory):
     options = {
         "num_steps": np.int64(3),
         "evaluate": (print, 2),

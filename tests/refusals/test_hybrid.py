@@ -204,7 +204,7 @@ CONSTRUCTION = [
 
 
 @pytest.mark.parametrize(("make", "error", "message"), CONSTRUCTION)
-def test_refused_at_construction(make, error, message, no_compile):
+def test_wrong_arguments_are_refused_at_construction(make, error, message, no_compile):
     with pytest.raises(error) as caught:
         make()
     assert str(caught.value) == message
@@ -270,7 +270,7 @@ FIRST_PARAMETERS = [
 
 
 @pytest.mark.parametrize(("make", "message"), FIRST_PARAMETERS)
-def test_refused_at_the_first_parameters(make, message, no_compile):
+def test_wrong_parameters_are_refused_at_first_sight(make, message, no_compile):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         make()
     assert str(caught.value) == message

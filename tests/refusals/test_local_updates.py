@@ -64,7 +64,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize(("how", "message"), COUNTS, ids=str)
-def test_numbers_out_of_range(how, message, strategy_of):
+def test_numbers_out_of_range_are_refused(how, message, strategy_of):
     assert message_of(lambda: so.diloco(strategy_of("ddp"), **how)) == f"diloco: {message}"
 
 
@@ -109,7 +109,7 @@ def test_an_argument_that_is_no_synchronous_strategy_is_refused(strategy_of):
         assert message == f"diloco: strategy must be a synchronous one, got {name}.\n{fix}"
 
 
-def test_warm_up_with_a_reducer_inside(strategy_of):
+def test_a_warm_up_with_a_reducer_inside_is_refused(strategy_of):
     inner = strategy_of("ddp", options={"reducer": so.reducers.int8()})
     message = (
         "local_sgd: warm-up steps average gradients over replicas exactly, which a strategy with a"

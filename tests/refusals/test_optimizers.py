@@ -74,7 +74,7 @@ def test_rules_that_do_not_fit(maker, rules, message):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_numbers_out_of_range(options, message):
+def test_numbers_out_of_range_are_refused(options, message):
     with pytest.raises((TypeError, ValueError)) as caught:
         so.optimizers.soap(0.1, **options)
     assert str(caught.value) == f"soap: {message}"

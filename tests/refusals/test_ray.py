@@ -29,7 +29,7 @@ def run(**options):
     )
 
 
-def test_an_address_where_nothing_answers():
+def test_an_address_where_nothing_answers_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(ConnectionError) as caught:

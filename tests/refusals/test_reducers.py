@@ -203,7 +203,7 @@ def test_gradients_that_are_summed_already(mesh_of):
     )
 
 
-def test_gradients_unlike_the_memory(on_devices):
+def test_gradients_unlike_the_memory_are_refused(on_devices):
     reducer = R.error_feedback(R.int8())
     state = reducer.init({"w": jnp.ones((2, 3))})
 

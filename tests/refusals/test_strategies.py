@@ -152,7 +152,7 @@ CONSTRUCTION = [
 
 
 @pytest.mark.parametrize(("make", "error", "message"), CONSTRUCTION)
-def test_refused_at_construction(make, error, message, no_compile):
+def test_wrong_arguments_are_refused_at_construction(make, error, message, no_compile):
     with pytest.raises(error) as caught:
         make()
     assert str(caught.value) == message
@@ -190,7 +190,7 @@ FIRST_PARAMETERS = [
 
 
 @pytest.mark.parametrize(("make", "error", "message"), FIRST_PARAMETERS)
-def test_refused_at_the_first_parameters(make, error, message, no_compile):
+def test_wrong_parameters_are_refused_at_first_sight(make, error, message, no_compile):
     with pytest.raises(error) as caught:
         make()
     assert str(caught.value) == message
@@ -310,7 +310,9 @@ FIRST_BATCH = [
 
 
 @pytest.mark.parametrize(("loss_fn", "options", "batch", "error", "message"), FIRST_BATCH)
-def test_refused_at_the_first_batch(loss_fn, options, batch, error, message, request):
+def test_wrong_batches_are_refused_before_anything_compiles(
+    loss_fn, options, batch, error, message, request
+):
     opt = so.ddp(TX, mesh(), loss_fn, **options)
     state = opt.init(PARAMS)
     request.getfixturevalue("no_compile")

@@ -179,7 +179,7 @@ def test_without_workers_there_is_an_error_and_a_checkpoint(regression, tmp_path
     same_bits(opt.replay(result.log, regression.params, regression.batches_of(2)), result.params)
 
 
-def test_islands_of_two_devices_each(regression, capsys):
+def test_islands_of_two_devices_each_equal_diloco_without_staleness(regression, capsys):
     """Each a process with a mesh of its own; without staleness they are DiLoCo."""
     loss_fn = regression.loss_fn
 
@@ -314,7 +314,7 @@ def test_what_is_not_finite_is_refused(regression):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 8])
-def test_10_000_pushes_with_random_stalls(max_staleness, regression):
+def test_the_bound_holds_for_10_000_pushes_with_random_stalls(max_staleness, regression):
     batches_of = regression.batches_of(3)
 
     def stalling(worker):
@@ -338,7 +338,7 @@ def test_10_000_pushes_with_random_stalls(max_staleness, regression):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-def test_random_kills(seed, regression, tmp_path):
+def test_runs_with_random_kills_end_and_are_replayed(seed, regression, tmp_path):
     """Workers and server die at random moments.
 
     The run ends with so many updates, and the log explains every bit.

@@ -130,7 +130,7 @@ def test_orbax_alone_reads_it(saved):
         assert manager.all_steps() == [2]
 
 
-def test_the_record_beside_the_arrays(saved):
+def test_the_record_has_step_versions_and_leaves(saved):
     folder, _, _ = saved("fsdp-4x2")
     record = json.loads((folder / "2" / "shardopt.json").read_text())
     assert record["format"] == 1
@@ -140,7 +140,7 @@ def test_the_record_beside_the_arrays(saved):
     assert record["params"]["keys"] == ["down", "layer", "layer.0"]
 
 
-def test_all_dtypes_keys_and_empty_arrays(tmp_path, make_opt, same):
+def test_all_dtypes_keys_and_empty_arrays_come_back(tmp_path, make_opt, same):
     dtypes = [
         "bfloat16",
         "float16",

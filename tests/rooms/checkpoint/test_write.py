@@ -144,7 +144,7 @@ def test_no_backend_and_no_orbax_at_import():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_states_without_parameters_and_with_little_else(tmp_path):
+def test_states_without_parameters_come_back(tmp_path):
     state = {"opt": optax.adam(0.1).init(jnp.ones(3))}
     save(tmp_path, state, step=0)
     wanted = jax.tree.map(

@@ -180,7 +180,7 @@ def test_audit_refuses(capsys, words, message):
     assert f"error: {message}" in out.err
 
 
-def test_a_missing_file_and_a_missing_compiler(capsys, monkeypatch):
+def test_a_missing_file_and_a_missing_compiler_are_named(capsys, monkeypatch):
     assert main(["audit", "nowhere.hlo"]) == 2
     assert "No such file or directory: 'nowhere.hlo'" in capsys.readouterr().err
     find = importlib.util.find_spec
@@ -193,7 +193,7 @@ def test_a_missing_file_and_a_missing_compiler(capsys, monkeypatch):
 
 @pytest.mark.slow
 def test_a_model_is_compiled_for_chips_that_are_not_there(capsys):
-    """Fails, rather than skips, where libtpu is not installed: pip install 'shardopt[tpu]'."""
+    """The test fails, rather than skips, if libtpu is not installed: pip install 'shardopt[tpu]'."""
     options = AuditOptions(
         model="gpt2", length=128, topology="v5e:2x4", mesh="replica=2", strategy="zero1"
     )

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 
 @pytest.mark.slow
 def test_collectives_over_a_whole_torus_send_the_stated_bytes():
-    """Fails, rather than skips, where libtpu is not installed: pip install 'shardopt[tpu]'."""
+    """The test fails, rather than skips, if libtpu is not installed: pip install 'shardopt[tpu]'."""
     shape = Transformer("t", 1024, 2, 8, 4096, 8192, 128, num_kv_heads=8)
     report = so.planning.aot(
         lambda mesh: so.fsdp(

@@ -246,7 +246,9 @@ def devices_there(monkeypatch):
     ],
     ids=str,
 )
-def test_the_mesh_of_other_devices(mesh_of, devices_there, sizes, num_here, num_there, wanted):
+def test_the_mesh_of_other_devices_has_the_wanted_axes_or_is_refused(
+    mesh_of, devices_there, sizes, num_here, num_there, wanted
+):
     all_devices = jax.devices()
     devices_there(all_devices[:num_here])
     mesh_here = mesh_of(**sizes)

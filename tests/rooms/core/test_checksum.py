@@ -83,7 +83,7 @@ def test_every_bit_counts_and_so_does_the_place():
     assert len({first for first, _ in sums}) == len({second for _, second in sums}) == 36
 
 
-def test_sixty_four_bits_and_keys(x64):
+def test_sums_see_all_bits_of_64_and_of_keys(x64):
     x = values("float64")
     assert (np.asarray(checksum(x)) != np.asarray(checksum(x.at[0, 0].multiply(1 + 1e-15)))).all()
     keys = jax.random.split(jax.random.key(0), 4)

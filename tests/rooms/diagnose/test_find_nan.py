@@ -78,7 +78,7 @@ def root(params, batch):
     return jnp.mean(norms) + 0 * params["other"]
 
 
-def test_backward_and_its_cause(mesh_of):
+def test_an_infinity_of_the_backward_pass_is_found_with_its_line(mesh_of):
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=4), root)
     batch = np.ones((8, 3), np.float32)
     batch[6] = 0

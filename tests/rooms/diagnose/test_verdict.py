@@ -120,7 +120,7 @@ def test_a_wrong_move_is_seen_at_the_device_that_received():
     assert judge(received, {"data": 4}) == Verdict(STATE, NAMED, (2,))
 
 
-def test_copies_along_the_axes_of_their_column_alone():
+def test_only_copies_along_the_axes_of_their_column_are_compared():
     """Two replicas of two shards: position 3 holds the copy of position 1."""
     columns = (Column(STATE, ("replica",)),)
     evidence = Evidence(0, columns, np.array([[1], [2], [1], [9]], np.uint64))

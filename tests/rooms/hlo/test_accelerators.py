@@ -20,7 +20,7 @@ def read(name, mesh):
 
 
 @pytest.mark.parametrize("platform", ["h100", "v5e"])
-def test_every_collective_on_an_accelerator(platform):
+def test_every_collective_of_an_accelerator_is_read(platform):
     report = read(f"{platform}_collectives", CUBE)
     assert [
         (
@@ -43,7 +43,7 @@ def test_every_collective_on_an_accelerator(platform):
 
 
 @pytest.mark.parametrize(("platform", "itemsize"), [("h100", 4), ("v5e", 2)])
-def test_fsdp_on_an_accelerator(platform, itemsize):
+def test_fsdp_on_an_accelerator_sends_the_stated_bytes(platform, itemsize):
     # four blocks, two micro-batches: gathered forward and backward, scattered once; tensor halves
     # every leaf. The TPU multiplies in bfloat16 by default, and its compiler gathers in it.
     leaf = 1024 * 4096 // 2
@@ -64,7 +64,7 @@ LIBTPUS = ("0.0.42", "0.0.50.1", "0.0.52")
 
 
 @pytest.mark.parametrize("libtpu", LIBTPUS)
-def test_collectives_on_the_sparse_core_of_every_libtpu(libtpu):
+def test_collectives_on_the_sparse_core_are_read_for_every_libtpu(libtpu):
     report = read(f"v6e_sparse_core_{libtpu}", {"data": 16})
     size = 4096 * 1024 * 2
     assert [
@@ -258,7 +258,7 @@ def test_the_names_are_the_meshes_not_the_texts(form, mesh):
     assert collective.group_size == math.prod(mesh.values()) // 2
 
 
-def test_broadcasts_and_ragged_exchanges():
+def test_broadcasts_and_ragged_exchanges_are_counted():
     lines = (
         (
             "%b = f32[16]{0} collective-broadcast(%p), channel_id=1,"

@@ -153,7 +153,7 @@ def test_each_instruction_has_its_flops(line, operands, flops):
     assert inner_product_flops(program(line, operands)) == flops
 
 
-def test_a_step_as_compiled_for_a_tpu():
+def test_a_step_for_a_tpu_has_the_flops_of_its_products():
     # four blocks of two matrices 1024 x 4096, halved over tensor; 8 rows a device in two
     # micro-batches
     rows, weights, batches = (8 * 8) // 4 // 2, 2 * 1024 * 4096 // 2, 2

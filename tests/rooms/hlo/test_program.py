@@ -72,7 +72,7 @@ def subsets(sizes):
         ids=str,
     ),
 )
-def test_every_collective_over_every_set_of_axes(sizes, axes, order):
+def test_every_collective_is_read_over_every_set_of_axes(sizes, axes, order):
     mesh = make_mesh(sizes, order)
     n = math.prod(sizes[axis] for axis in axes)
     shift = [(i, (i + 1) % n) for i in range(n)]

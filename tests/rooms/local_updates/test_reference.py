@@ -60,7 +60,7 @@ def compare(strategy_of, new_params, new_batches, steps_on, rows_of, max_differe
 @pytest.mark.parametrize(
     ("fragments", "delay", "mix"), tiered(GRID, lambda row: row == (2, 1, 0.5))
 )
-def test_streaming_with_fsdp_inside(fragments, delay, mix, compare, tiny, x64):
+def test_streaming_with_fsdp_inside_equals_its_reference(fragments, delay, mix, compare, tiny, x64):
     how = {"sync_every": 2 * fragments, "fragments": fragments, "delay": delay, "mix": mix}
     compare("fsdp", steps=4 * fragments + 1, how=how, tiny=tiny, tx=MOMENTUM)
 

@@ -276,7 +276,7 @@ def test_micro_batches_of_a_mean_over_rows_are_cut(way, local, mesh_of, x64):
 
 
 @pytest.mark.slow
-def test_blocks_in_micro_batches(mesh_of, x64):
+def test_blocks_in_micro_batches_equal_one_device(mesh_of, x64):
     tx = OPTIMIZERS["momentum"]()
     model = MODEL._replace(
         block=lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"],

@@ -287,7 +287,7 @@ def both(rows, params, batch):
 
 
 @pytest.mark.slow
-def test_half_precision_beside_a_tensor_axis(mesh_of):
+def test_half_precision_works_on_a_tensor_axis_too(mesh_of):
     params, (batch, *_) = setup(jnp.bfloat16)
     opt = so.fsdp(
         optax.sgd(0.1), mesh_of(data=2, tensor=2), lambda *args: both(so.losses, *args), rules=RULES

@@ -157,7 +157,7 @@ def test_compute_dtype_is_the_parameters_unless_chosen():
         assert 0 < abs(loss - full) < 0.02
 
 
-def test_double_precision_throughout(x64):
+def test_double_precision_holds_throughout(x64):
     config = gpt.config(dim=32, num_layers=2, num_heads=4, param_dtype=jnp.float64)
     params, batch = host_params(gpt.init, config), {"tokens": tokens(2, 9)}
     assert "f32" not in str(jax.make_jaxpr(gpt.model(config).loss_fn)(params, batch))

@@ -49,7 +49,7 @@ def formula(method, C, G, hops=None, dtype=4):
         ids=str,
     ),
 )
-def test_bytes_on_the_wire(method, C, G, how):
+def test_the_wire_carries_the_bytes_of_the_formulas(method, C, G, how):
     how = dict(how)
     wanted = 2 * formula(method, C, G, how.pop("hops", None))
     report = so.hlo.audit(two_layers(method, C, G, **how), mesh=mesh_of(context=C))

@@ -62,7 +62,7 @@ def test_flops_are_those_of_the_experts_that_tokens_go_through(topology):
 
 
 @pytest.mark.parametrize("topology", ["v5p:2x2x2", "v6e:2x4"])
-def test_four_ragged_exchanges_of_rows_and_two_of_weights(topology):
+def test_a_layer_has_four_ragged_exchanges_of_rows_and_two_of_weights(topology):
     program, mesh = compiled(topology, 4)
     exchanges = [
         collective

@@ -56,7 +56,7 @@ def test_without_staleness_it_is_diloco(outer, odd, x64):
         lambda row: row[0] is not None,
     ),
 )
-def test_replay_with_deaths_and_late_joiners(
+def test_runs_with_deaths_and_late_joiners_are_replayed(
     rule, max_staleness, steps, regression, tmp_path, waiting_for_joins
 ):
     """Island 1 is waited for at rounds 1 and 6 of island 0: version 1, and 6 to 9."""

@@ -64,7 +64,7 @@ def test_the_simulator_without_staleness_equals_ddp(odd, x64):
 
 
 @pytest.mark.slow  # test_threads_without_staleness_equal_ddp, and test_replay.py with several devices
-def test_on_threads_that_drive_several_devices_each(odd, x64):
+def test_threads_that_drive_several_devices_equal_ddp(odd, x64):
     case, batches_of = odd(weighted=True)
     tx = OPTIMIZERS["adamw"]()
     devices = jax.devices()

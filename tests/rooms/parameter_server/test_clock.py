@@ -89,7 +89,7 @@ def test_the_fastest_gets_just_as_far_ahead_as_the_bound(max_staleness):
 
 @pytest.mark.slow  # test_the_bound_holds_whatever_workers_do
 @pytest.mark.parametrize("max_staleness", tiered(BOUNDS, lambda bound: bound == 2))
-def test_10_000_pushes_with_random_stalls(max_staleness):
+def test_the_bound_holds_for_10_000_pushes_with_random_stalls(max_staleness):
     step = durations.with_stalls(durations.exponential(1.0), probability=0.05, seconds=10.0)
     workers = [so.parameter_server.SimulatedWorker(step)] * 8
     updates = 10_000 if max_staleness else 10_000 // 8

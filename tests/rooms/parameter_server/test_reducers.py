@@ -183,7 +183,7 @@ def test_what_is_too_large_for_the_wire_is_named():
 
 # test_streaming.py has islands with a reducer, test_runs_with_reducers_replay_and_count_their_bytes the same codec
 @pytest.mark.slow
-def test_islands():
+def test_islands_with_a_reducer_are_replayed():
     def make(devices):
         return so.ddp(optax.adam(0.01), so.make_mesh(devices=devices), loss_fn)
 

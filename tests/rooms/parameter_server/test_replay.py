@@ -48,7 +48,9 @@ def test_a_run_on_threads_is_replayed_bit_for_bit(rule, max_staleness, regressio
 
 
 @pytest.mark.parametrize("max_staleness", tiered([0, 1, None], lambda bound: bound is None))
-def test_threads_with_deaths_and_late_joiners(max_staleness, regression, waiting_for_joins):
+def test_runs_with_deaths_and_late_joiners_are_replayed(
+    max_staleness, regression, waiting_for_joins
+):
     tx = optax.sgd(0.05, momentum=0.9)
     opt = so.async_sgd(
         tx, regression.loss_fn, workers=4, max_staleness=max_staleness, rule=rules.dc_asgd()
@@ -66,7 +68,7 @@ def test_threads_with_deaths_and_late_joiners(max_staleness, regression, waiting
 
 
 @pytest.mark.parametrize("seed", tiered(range(4), lambda seed: False))
-def test_threads_with_random_kills(seed, regression):
+def test_runs_with_random_kills_are_replayed(seed, regression):
     """Whoever dies when: the run ends, exactly so many updates are made, and the log explains every
     bit.
     """
@@ -86,7 +88,7 @@ def test_threads_with_random_kills(seed, regression):
     same_bits(opt.replay(result.log, regression.params, regression.batches_of(4)), result.params)
 
 
-def test_threads_with_several_devices(regression):
+def test_runs_of_workers_with_several_devices_are_replayed(regression):
     devices = jax.devices()
     opt = so.async_sgd(
         optax.adam(0.05),

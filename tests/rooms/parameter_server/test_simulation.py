@@ -226,7 +226,7 @@ def test_workers_whose_data_ends_leave(simulate_really, regression):
 
 
 @pytest.mark.slow  # size alone; test_one_slow_worker_slows_only_bounded_runs runs the same simulator
-def test_two_thousand_workers():
+def test_two_thousand_workers_can_be_simulated():
     workers = [SimulatedWorker(durations.exponential(1.0))] * 2000
     metrics = simulate(workers, max_staleness=2, num_updates=10_000).metrics
     assert metrics["pushes"] == 10_000

@@ -99,7 +99,7 @@ def test_the_bound_is_reached_and_kept_when_one_stalls(max_staleness):
 
 @pytest.mark.slow  # test_the_bound_is_reached_and_kept_when_one_stalls, and test_clock.py
 @pytest.mark.parametrize("max_staleness", tiered([0, 1, 2, 8], lambda bound: bound == 2))
-def test_10_000_pushes_of_workers_that_only_stall(max_staleness):
+def test_workers_that_only_stall_make_10_000_pushes(max_staleness):
     """Threads, coordinator and clocks as in every run.
 
     Server and workers without mathematics, which would take the time.
@@ -124,7 +124,7 @@ def test_10_000_pushes_of_workers_that_only_stall(max_staleness):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 8])
-def test_10_000_pushes_with_random_stalls(max_staleness):
+def test_the_bound_holds_for_10_000_pushes_with_random_stalls(max_staleness):
     def batches_of(worker):
         draw, pause = np.random.default_rng(worker), threading.Event()
         for batch in ones(worker):

@@ -51,7 +51,7 @@ def rate(schedule, forward, backward, weight, communication):
         for row in ZERO_BUBBLE
     ],
 )
-def test_table_5_of_zero_bubble_pipeline_parallelism(row):
+def test_schedules_have_the_bubbles_of_table_5_of_zero_bubble(row):
     stages, micro_batches, f, b, w, c, *stated = row
     rates = [rate(getattr(schedules, name)(stages, micro_batches), f, b, w, c) for name in NAMES]
     assert rates == pytest.approx(stated[:3], abs=1e-4)

@@ -133,7 +133,7 @@ def test_zero_bubble_tends_to_a_third_of_1f1b():
 
 
 @pytest.mark.parametrize(("p", "m", "v"), GROUPED)
-def test_interleaved_zero_bubble(p, m, v):
+def test_interleaved_zero_bubble_has_the_published_bubble_and_memory(p, m, v):
     schedule = schedules.zero_bubble(p, m, v)
     time = 3 * v * m + (p - 1)
     check_bubbles(schedule, Fraction(p - 1, time), Fraction(p - 1, time))
@@ -156,7 +156,7 @@ TIMES = [
 
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= 2 * p - 1])
 @pytest.mark.parametrize("times", TIMES)
-def test_zero_bubble_2(p, m, times):
+def test_zero_bubble_2_has_the_published_times(p, m, times):
     f, b, w, c = times
     schedule = schedules.zero_bubble_2(p, m)
     numbers = {"forward": f, "backward": b, "weight": w, "communication": c}
@@ -170,7 +170,7 @@ def test_zero_bubble_2(p, m, times):
 
 
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= 2 * p - 1])
-def test_zero_bubble_v(p, m):
+def test_zero_bubble_v_has_no_idle_tick_and_the_memory_of_1f1b(p, m):
     schedule = schedules.zero_bubble_v(p, m)
     assert schedule.stage_times() == (6 * m,) * p  # not an idle tick
     check_bubbles(schedule, Fraction(p - 1, 6 * m + p - 1), Fraction(p - 1, 6 * m + p - 1))
@@ -181,7 +181,7 @@ def test_zero_bubble_v(p, m):
 
 
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= 2 * p])
-def test_dual_pipe_v(p, m):
+def test_dual_pipe_v_has_the_published_bubble_and_memory(p, m):
     schedule = schedules.dual_pipe_v(p, m)
     check_bubbles(schedule, Fraction(p - 1, 6 * m + p - 1), Fraction(p - 1, 6 * m + p - 1))
     assert max(schedule.stage_times()) == 6 * m + p - 1
@@ -193,7 +193,7 @@ def test_dual_pipe_v(p, m):
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [*GROUPED, (4, 3, 2), (4, 1, 3), (3, 7, 2), (5, 13, 1)])
-def test_looped_breadth_first(p, m, v):
+def test_looped_breadth_first_has_the_published_bubble_and_memory(p, m, v):
     schedule = schedules.looped_breadth_first(p, m, v)
     idle = p - 1 + (v - 1) * max(0, p - m)
     check_bubbles(schedule, Fraction(idle, v * m + idle), Fraction(idle, v * m + idle))
@@ -208,7 +208,7 @@ def test_looped_breadth_first_with_one_chunk_is_gpipe():
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [*GROUPED, *((p, m, 1) for p, m in SIZES)])
-def test_zero_bubble_lockstep(p, m, v):
+def test_zero_bubble_lockstep_has_its_bubble_and_the_memory_of_interleaved(p, m, v):
     schedule = schedules.zero_bubble_lockstep(p, m, v)
     late = min(p - 1, max(0, 2 * (p - 1) - m))
     time = 3 * v * m + (p - 1) + late
@@ -226,7 +226,7 @@ def test_zero_bubble_lockstep_keeps_the_formula_when_passes_differ(p, m, v, cost
     assert time == v * m * (f + b + w) + (p - 1) * (f + b - w)
 
 
-def test_what_the_docstring_of_zero_bubble_lockstep_compares():
+def test_the_docstring_of_zero_bubble_lockstep_has_the_right_times():
     candidates = (
         schedules.zero_bubble_lockstep(4, 8),
         schedules.zero_bubble(4, 8),

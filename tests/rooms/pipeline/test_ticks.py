@@ -227,7 +227,7 @@ def test_the_table_is_int32_and_says_minus_one_where_nothing_runs():
     assert table["forward_arrival"][:, 1, 0].tolist() == [-1, -1, 0, -1, -1, -1]
 
 
-def test_shifts_of_a_ring_and_of_a_v():
+def test_a_ring_and_a_v_have_their_shifts():
     ring, bent = schedules.interleaved(4, 4, 2), v_shaped(4, 4)
     assert (ring.forward_shifts, ring.backward_shifts) == ((1,), (3,))
     assert (bent.forward_shifts, bent.backward_shifts) == ((0, 1, 3), (0, 1, 3))

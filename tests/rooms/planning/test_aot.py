@@ -219,7 +219,7 @@ def test_a_report_reads_as_a_few_lines():
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{}, {"tensor": 2}, {"replica": 2}], ids=str)
 def test_arguments_are_those_of_the_placement_formula(sizes):
-    """Fails, rather than skips, where libtpu is not installed: pip install 'shardopt[tpu]'."""
+    """The test fails, rather than skips, if libtpu is not installed: pip install 'shardopt[tpu]'."""
     report = compiled(topology="v5e:2x4", **sizes)
     shards = 8 // sizes.get("replica", 1)
     formula = 12 * SHAPE.num_parameters / shards + 32 / 8 * sizes.get("tensor", 1) * 65 * 4

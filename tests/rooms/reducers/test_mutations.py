@@ -93,7 +93,7 @@ def lost(reducer, on_devices, draw_gradients):
 @pytest.mark.parametrize(
     ("mutate", "reducer"), MUTATIONS, ids=lambda x: getattr(x, "__name__", None) or x.name
 )
-def test_the_laws_notice(mutate, reducer, on_devices, draw_gradients, x64):
+def test_the_laws_notice_each_mutation(mutate, reducer, on_devices, draw_gradients, x64):
     intact_loss, near = lost(reducer, on_devices, draw_gradients)
     assert intact_loss <= 1e-12
     with pytest.MonkeyPatch.context() as patch:

@@ -114,7 +114,7 @@ def gpt_params():
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 64])
-def test_ratios_to_fp32_ddp_on_the_gpt(gpt_params, size):
+def test_reducers_have_the_promised_ratios_to_fp32_ddp(gpt_params, size):
     full = R.exact().wire_bytes(gpt_params, size)
     elements = sum(leaf.size for leaf in jax.tree.leaves(gpt_params))
     assert full == pytest.approx(2 * (size - 1) / size * 4 * elements, rel=1e-4)

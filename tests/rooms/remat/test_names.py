@@ -197,8 +197,8 @@ def test_the_kernel_is_not_run_again_where_its_result_is_kept():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_kernels_and_host_memory_on_tpu(tensor):
-    """Fails, rather than skips, where libtpu is not installed: pip install 'shardopt[tpu]'."""
+def test_names_save_kernels_and_offload_to_the_host_on_tpu(tensor):
+    """The test fails, rather than skips, if libtpu is not installed: pip install 'shardopt[tpu]'."""
     shape = Transformer("t", 512, 4, 8, 1024, 1024, 512, num_kv_heads=4)
     rules = RULES if tensor > 1 else ()
 

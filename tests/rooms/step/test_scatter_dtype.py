@@ -220,7 +220,7 @@ def test_a_wider_dtype_sums_half_precision_exactly(mesh_of):
 
 @pytest.mark.slow
 def test_on_tpu_it_stays_a_reduce_scatter_of_half_the_bytes():
-    """Fails, rather than skips, where libtpu is not installed: pip install 'shardopt[tpu]'."""
+    """The test fails, rather than skips, if libtpu is not installed: pip install 'shardopt[tpu]'."""
     shapes = {
         "blocks": {"up": (4, 512, 2048), "down": (4, 2048, 512), "bias": (4, 2048)},
         "in": (8, 512),

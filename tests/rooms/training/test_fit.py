@@ -119,7 +119,7 @@ def test_evaluation_with_each_checkpoint_and_at_the_end(
     }
 
 
-def test_evaluations_at_an_interval(opt, new_state, batches, memory, metrics_at):
+def test_evaluations_come_at_their_interval(opt, new_state, batches, memory, metrics_at):
     def evaluate(state):
         return {"at": int(state.step)}
 

@@ -97,7 +97,7 @@ def test_without_an_optimizer_state_it_is_new():
         so.replace(state, opt_state=TX.init(PARAMS))
 
 
-def test_beside_the_state_of_a_reducer():
+def test_an_optimizer_state_is_replaced_next_to_the_state_of_a_reducer():
     opt = so.ddp(
         optax.adam(0.1),
         so.make_mesh(),

@@ -50,7 +50,7 @@ POSITIONS = {
 
 @pytest.mark.parametrize("count", [0, 1, 7, 19, 20])
 @pytest.mark.parametrize("source", POSITIONS)
-def test_round_trip(source, count):
+def test_a_stream_goes_on_from_its_position(source, count):
     make = POSITIONS[source]
     stream = BatchStream(make())
     draw(stream, count)
@@ -242,7 +242,7 @@ KILLED = list(itertools.product([of_list, of_grain], [5, 9, 10, 11, 19, 26]))
 @pytest.mark.parametrize(
     ("source", "kill_at"), tiered(KILLED, lambda row: KILLED.index(row) % 4 == (row[0] is of_grain))
 )
-def test_killed_between_checkpoints(
+def test_a_run_killed_between_checkpoints_takes_the_same_steps_again(
     opt, new_state, batches, memory, same, metrics_at, source, kill_at
 ):
     """Steps since the last checkpoint are taken again, with the same batches and the same losses."""
