@@ -15,6 +15,7 @@ from shardopt.cli._options import Options, RunOptions, TrainOptions, TuneOptions
 from shardopt.cli._plan import AuditOptions, PlanOptions, audit, plan
 from shardopt.cli._run_folder import CHECKPOINTS, read_options
 from shardopt.cli._verify import VerifyOptions, verify
+from shardopt.core._arguments import check_number
 from shardopt.core._errors import calling, value_error
 from shardopt.runtime._devices import start_devices
 from shardopt.runtime._doctor import doctor
@@ -107,7 +108,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             return chosen.run(options) or 0
     except KeyboardInterrupt:
         return 130
-    except (ValueError, TypeError, OSError, FloatingPointError, ModuleNotFoundError) as error:
+    except (ValueError, TypeError, OSError, ArithmeticError, ModuleNotFoundError) as error:
         if isinstance(options, RunOptions) and options.run.debug:
             raise
         _print_error(error)
@@ -210,6 +211,7 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
 
 def keep(options: VaultOptions) -> None:
     """Run a vault until this process is ended."""
+    check_number("--port", options.port, below=2**16)
     if not os.environ.get(TOKEN):
         problem = (
             f"{TOKEN} is not set: anybody could read the train state, or put another in its place."

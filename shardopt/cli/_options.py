@@ -67,6 +67,7 @@ OptionalCount = Annotated[int | None, _INT, Check(check_count)]
 Positive = Annotated[float, Check(check_number, positive=True)]
 OptionalPositive = Annotated[float | None, _FLOAT, Check(check_number, positive=True)]
 NotNegative = Annotated[float, Check(check_number)]
+Seed = Annotated[int, Check(check_number, below=2**32)]
 OptionalPath = Annotated[Path | None, _PATH]
 _LR = tyro.conf.arg(aliases=["--lr"])
 
@@ -185,7 +186,7 @@ class TrainingOptions:
     clip: NotNegative = 1.0
     """Largest global norm of the gradient; 0 for no clipping."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the initial parameters and of the order of the text."""
 
     data: OptionalPath = None
@@ -343,7 +344,7 @@ class TuningOptions:
     clip: NotNegative = 1.0
     """Largest global norm of the gradient; 0 for no clipping."""
 
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the adapters, of dropout, of what is held out and of the order of conversations."""
 
 

@@ -44,6 +44,14 @@ def test_what_is_no_process_of_a_job_is_refused(name, capsys):
     assert f"error: launch: {name} cannot be a process of a job.\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("port", [-1, 2**16, 10**20])
+def test_a_port_that_python_cannot_bind_is_an_error_without_a_traceback(port, monkeypatch, capsys):
+    monkeypatch.setenv("SHARDOPT_VAULT_TOKEN", "0123456789abcdef")
+    assert main(["vault", "--port", str(port)]) == 2
+    message = f"error: vault: --port must be finite, at least 0 and below 65536; got {port}.\n"
+    assert capsys.readouterr().err == message
+
+
 @pytest.mark.parametrize("name", ["doctor", "plan", "audit", "verify"])
 def test_a_command_under_launch_is_run_by_this_python(name):
     assert _commands.child_command([name, "--help"], None, 0) == [

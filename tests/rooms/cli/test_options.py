@@ -280,6 +280,13 @@ def test_unknown_optimizers_and_arguments_are_refused_with_what_is_near(text, pr
         ({"learning_rate": 0.0}, "train: --learning-rate must be finite, above 0; got 0.0."),
         ({"steps": 0}, "train: --steps must be at least 1, got 0."),
         ({"clip": -1.0}, "train: --clip must be finite, at least 0; got -1.0."),
+        *[
+            (
+                {"seed": seed},
+                f"train: --seed must be finite, at least 0 and below 4.29497e+09; got {seed}.",
+            )
+            for seed in (-1, 2**32, 10**20)
+        ],
     ],
 )
 def test_numbers_out_of_range_are_refused(numbers, message):
