@@ -207,7 +207,9 @@ def test_batch_dims_say_where_positions_are(mesh_of, x64):
 
 
 def test_replicas_that_train_apart_have_context_within(mesh_of, x64):
-    """DiLoCo with H=1, inner SGD lr a, outer SGD lr 1: ddp with SGD lr a."""
+    """DiLoCo with H=1, inner SGD with rate a and outer SGD with rate 1 equals ddp with SGD and rate
+    a.
+    """
     tx = optax.sgd(0.05)
     inner = so.fsdp(tx, mesh_of(replica=2, data=2, context=2), plain, min_shard_elements=8)
     opt = so.diloco(inner, outer=optax.sgd(1.0), sync_every=1)

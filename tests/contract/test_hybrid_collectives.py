@@ -187,7 +187,7 @@ def test_gpt_moves_activations_over_tensor_and_nothing_else_in_the_loop(mesh_of)
     "placement", tiered(["ddp", "zero1", "zero2", "fsdp"], lambda name: name == "fsdp")
 )
 def test_one_stage_is_the_plain_strategy(placement, mesh_of):
-    """Not a similar program: the very same one."""
+    """The two programs are the very same, not only similar."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     options = {} if placement == "ddp" else {"min_shard_elements": 8}
     plain = STRATEGIES[placement](
@@ -235,9 +235,9 @@ def test_remat_on_one_stage_is_that_of_the_model(mesh_of):
     ids=str,
 )
 def test_each_device_holds_the_bytes_of_its_stage(placement, sizes, mesh_of):
-    """Blocks a stage's part, outer leaves whole over pipeline.
+    """A device holds a stage's part of blocks, and outer leaves whole over pipeline.
 
-    On data and tensor as without a pipeline.
+    On data and tensor it holds the same parts as without a pipeline.
     """
     opt = make("interleaved", placement, mesh_of(**sizes))
     opt.specs(PARAMS)

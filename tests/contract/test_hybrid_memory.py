@@ -57,9 +57,10 @@ def compiled(*how, **options):
 
 
 def slot_bytes(remat):
-    """What one slot of one chunk of a whole stage keeps: a block's input and its first product.
+    """Return the bytes that one slot of one chunk of a whole stage keeps: each block's input and
+    its first product.
 
-    Or the chunk's input.
+    With `remat` it keeps the chunk's input only.
     """
     per_block = ROWS * WIDTH * 4 * (1 + 2)
     return ROWS * WIDTH * 4 if remat else BLOCKS // STAGES * per_block

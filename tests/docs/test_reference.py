@@ -1,6 +1,6 @@
 """The reference has every public name once, each with a docstring that tells its arguments.
 
-And the pages build.
+The pages build without a warning.
 """
 
 import importlib

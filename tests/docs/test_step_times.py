@@ -268,9 +268,10 @@ def test_the_slowest_branch_counts():
 
 
 def test_a_pass_of_a_pipeline_counts_in_the_ticks_in_which_some_stage_takes_it():
-    """gpipe on 2 stages, 3 micro-batches: forwards in 4 of 8 ticks, backwards in the other 4.
+    """gpipe on 2 stages with 3 micro-batches has forwards in 4 of 8 ticks, backwards in the other
+    4.
 
-    Permutes in all.
+    All ticks have permutes.
     """
     schedule = so.schedules.gpipe(2, 3)
     assert schedule.num_ticks == 8

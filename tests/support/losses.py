@@ -131,7 +131,7 @@ def balance(params, batch):
 
 
 def root_of_mean(params, batch):
-    """Root mean square error."""
+    """Return the root mean square error."""
     return jnp.sqrt(jnp.mean(_errors(params, batch)))
 
 

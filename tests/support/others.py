@@ -283,7 +283,7 @@ def _haiku_transformer():
 
 
 def haiku_batch_norm():
-    """`transform_with_state`, and dropout by the key of the step."""
+    """The model uses `transform_with_state`, and dropout by the key of the step."""
     import haiku as hk
 
     def forward(x, training):

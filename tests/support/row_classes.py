@@ -900,7 +900,7 @@ def buffered(params: Any, batch: Any) -> jax.Array:
 
 
 def buffered_in_a_loop(params: Any, batch: Any) -> jax.Array:
-    """The same under `fori_loop`."""
+    """Return the same loss under `fori_loop`."""
 
     def set_one(i, out):
         return out.at[:, i].set(jnp.tanh(batch["seq"][:, i] @ params["scale"]))

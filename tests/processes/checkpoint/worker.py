@@ -69,7 +69,7 @@ class NoRoom:
 def fail_while_writing(rank, folder, state):
     """Let orbax fail on one process, then on the other, while it waits for them to meet.
 
-    And then on none.
+    Then let it fail on none.
     """
     complaints = []
     with Checkpoints(folder, every=1, keep=2) as checkpoints:

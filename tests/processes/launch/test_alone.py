@@ -387,7 +387,7 @@ def test_a_worker_of_ray_train_is_one_of_several(ray_worker, joined, monkeypatch
 
 
 def test_initialize_accepts_a_worker_that_ray_has_joined(ray_worker, joined, monkeypatch):
-    """As JaxTrainer does on GPU and TPU."""
+    """JaxTrainer joins workers itself on GPU and TPU."""
     ray_worker(lambda: _Context(3, 2))
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     so.initialize()
@@ -397,7 +397,7 @@ def test_initialize_accepts_a_worker_that_ray_has_joined(ray_worker, joined, mon
 
 @pytest.mark.parametrize("launcher", ["torchrun", "shardopt launch", "MPICH"])
 def test_processes_that_the_backend_knows_are_not_refused(environment, launcher, monkeypatch):
-    """As on a slice of TPUs."""
+    """The backend of a slice of TPUs knows all processes."""
     environment(SEVERAL[launcher])
     jax.devices()
     monkeypatch.setattr(jax, "process_count", lambda: 2)

@@ -73,7 +73,7 @@ def is_node(leaf):
 
 
 def expected(params, loss_fn):
-    """A and B of each weight after a step of plain jax on one device."""
+    """Return A and B of each weight after a step of plain jax on one device."""
     nodes, tree = jax.tree.flatten(params, is_leaf=is_node)
 
     def loss(factors):

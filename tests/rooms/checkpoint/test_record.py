@@ -23,7 +23,7 @@ def damage_of(complaint_of):
 
 @pytest.fixture(scope="module")
 def intact_run(tmp_path_factory, trained):
-    """A folder with steps 1, 2 and 3."""
+    """Return a folder with steps 1, 2 and 3."""
     folder, (_, state) = tmp_path_factory.mktemp("whole"), trained
     for step in (1, 2, 3):
         save(folder, state(), step=step)
@@ -32,7 +32,7 @@ def intact_run(tmp_path_factory, trained):
 
 @pytest.fixture
 def run(intact_run, tmp_path):
-    """A copy of it to spoil."""
+    """Return a copy of the folder to spoil."""
     return shutil.copytree(intact_run, tmp_path / "run")
 
 

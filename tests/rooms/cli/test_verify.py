@@ -1,6 +1,6 @@
 """`shardopt verify`: its table, its JSON, its exit codes, and its refusals.
 
-Without the packages of the extra too.
+It works without the packages of the extra too.
 """
 
 import json

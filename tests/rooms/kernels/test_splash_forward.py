@@ -1,6 +1,6 @@
-"""The forward kernel of splash attention: equal to plain attention, also where a query sees no key.
+"""The forward kernel of splash attention equals plain attention, also where a query sees no key.
 
-Without races.
+Its cores do not race.
 """
 
 import dataclasses

@@ -82,7 +82,9 @@ def test_only_a_step_that_agrees_sends_over_replica_once_and_exactly_its_paramet
 def test_in_fifty_steps_diloco_sends_what_ddp_sends_in_one(
     reducer, strategy_of, new_params, mesh_of, model_of
 ):
-    """Or what its reducer makes of it. The 49 steps before are one program, which sends nothing."""
+    """With a reducer it sends the reducer's bytes. The 49 steps before are one program, which sends
+    nothing.
+    """
     opt = so.diloco(strategy_of("ddp", data=1), sync_every=50, reducer=reducer)
     quiet = [sent_over_replica(opt, new_params(), step).total_wire_bytes for step in (0, 48)]
     assert quiet == [0, 0]

@@ -1,6 +1,6 @@
 """Batch leaves that are not [rows, ...]: time first, tables that all rows share, graphs.
 
-As on one device, in both views.
+They train as on one device, in both views.
 """
 
 import functools
@@ -178,7 +178,8 @@ def test_blocks_with_other_batch_dims_train_as_one_device(mesh, view, mesh_of, x
 @pytest.mark.slow  # test_equals_one_device
 @pytest.mark.parametrize("view", tiered(["unproved", "global"], lambda view: view == "global"))
 def test_replicas_that_train_apart_share_the_table(view, mesh_of, x64):
-    """DiLoCo with H=1, inner SGD lr a, outer SGD lr 1: ddp with SGD lr a.
+    """DiLoCo with H=1, inner SGD with rate a and outer SGD with rate 1 equals ddp with SGD and rate
+    a.
 
     The loss is a mean, as the replicas' are averaged.
     """

@@ -25,7 +25,7 @@ ONE_DEVICE = SimpleNamespace(
 
 
 def clip(rows, params, batch):
-    """In-batch negatives in both directions."""
+    """Return a loss with in-batch negatives in both directions."""
     images, texts = hidden(params, batch), batch["y"] @ params["text"]
     to_texts, to_images = images @ rows.gather_batch(texts).T, texts @ rows.gather_batch(images).T
     matched_scores = (images * texts).sum(1)

@@ -343,7 +343,7 @@ def test_replicas_that_train_apart_have_experts_of_their_own(mesh_of, x64):
 
 
 def by_heads(weights, x, latent, base):
-    """Latent attention in numpy, one head and position after another."""
+    """Return latent attention in numpy, one head and position after another."""
 
     def norm(x, scale):
         return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale

@@ -24,7 +24,7 @@ def drawn(length=T, heads=H, groups=G, dtype=jnp.float32):
 
 
 def expected(query, key, value, *, causal=True, segment_ids=None, window=None):
-    """Softmax attention, position by position, in numpy."""
+    """Return softmax attention, position by position, in numpy."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     repeat = query.shape[2] // key.shape[2]
     scores = np.einsum("bthk,bshk->bhts", query, np.repeat(key, repeat, 2)) / np.sqrt(

@@ -35,7 +35,7 @@ def test_stages_do_the_same_in_the_same_order(name):
 
 
 def by_hand(ticks, length, c):
-    """The clock of the docstring, written out by tick and stage."""
+    """Return the clock of the docstring, written out by tick and stage."""
     begins = [[0] * ticks.num_stages]
     along = list(zip(ticks.stage_of[:-1], ticks.stage_of[1:], strict=True))
     for tick in range(ticks.num_ticks):

@@ -42,7 +42,7 @@ F, B, W = 1, 1, 1
 
 
 def bubble(schedule, time):
-    """The idle share in exact arithmetic, of a given time."""
+    """Return the idle share of a time, in exact arithmetic."""
     work = schedule.num_chunks * schedule.num_micro_batches * (F + B + W)
     return Fraction(time - work, time)
 

@@ -123,9 +123,9 @@ def test_a_step_costs_six_flops_a_parameter_and_token_and_some_for_attention():
 
 
 def test_experts_are_counted_as_published():
-    """Mixtral of Experts, 2024, section 2: 47B and 13B active.
+    """ "Mixtral of Experts", 2024, section 2, states 47B and 13B active.
 
-    DeepSeek-V3, 2024: 671B and 37B, three dense layers among them.
+    "DeepSeek-V3", 2024, states 671B and 37B active, with three dense layers.
     """
     mixtral, deepseek = MODELS["mixtral-8x7b"], MODELS["deepseek-v3"]
     assert (round(mixtral.num_parameters / 1e9, 1), round(active_parameters(mixtral) / 1e9, 1)) == (

@@ -199,7 +199,7 @@ def test_an_error_that_says_nothing_of_the_file_is_not_taken_for_a_deletion(
 
 
 def test_on_a_full_disk_a_folder_can_be_taken(tmp_path, monkeypatch):
-    """Whoever takes it may be about to make room. The kernel's own error, from /dev/full."""
+    """Whoever takes it may be about to make room. /dev/full gives the kernel's own error."""
     write = os.pwrite
     with Path("/dev/full").open("wb") as full:
         monkeypatch.setattr(

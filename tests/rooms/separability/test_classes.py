@@ -1,6 +1,6 @@
-"""Every class of losses that a proof of separability can get wrong.
+"""The proof refuses every class of losses that a proof of separability can get wrong.
 
-And losses that it must accept.
+It accepts the losses that it must accept.
 """
 
 import jax

@@ -149,8 +149,8 @@ def mean_square_of(params):
     return jnp.mean((x @ params["in"].T - X) ** 2)
 
 
-def test_where_jax_is_not_told_of_the_mesh_ours_is(mesh_of):
-    """As for equinox's loops."""
+def test_our_mesh_counts_where_jax_has_none(mesh_of):
+    """Loops of equinox need this."""
     said = []
 
     def ask(x):

@@ -69,7 +69,7 @@ def test_batches_of_several_forms_alternate(mesh_of):
 
 @pytest.mark.parametrize("kind", ["numpy", "placed"])
 def test_no_addresses_are_read_for_a_batch_with_as_many_bytes_as_a_leaf(mesh_of, monkeypatch, kind):
-    """On one device, which has the whole rows."""
+    """The mesh has one device, which has the whole rows."""
     opt = strategy(mesh_of, data=1)
     batch = BATCHES[kind](opt) | {"x": X[:8]}
     if kind == "placed":

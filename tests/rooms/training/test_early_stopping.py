@@ -144,9 +144,9 @@ def test_it_ends_a_run_on_an_evaluation_metric(opt, new_state, batches, memory):
 def test_a_metric_that_is_not_there_is_found_at_the_first_report(
     opt, new_state, batches, every, stops_after
 ):
-    """Found at the first report, or at the first evaluation where one is to come.
+    """The error comes at the first report, or at the first evaluation if one is to come.
 
-    Without either at the first report.
+    Without either it comes at the first report.
     """
     drawn = []
     with pytest.raises(ValueError, match="watches") as caught:

@@ -55,7 +55,7 @@ def cut_at(rows, *sizes):
 
 
 def expected(rows, w):
-    """By numpy, in double precision."""
+    """Return the metrics by numpy, in double precision."""
     rows = {name: value.astype(np.float64) for name, value in rows.items()}
     error = (rows["x"] @ w - rows["y"]) ** 2
     positive = rows["x"][:, 0] > 0

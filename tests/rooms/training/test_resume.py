@@ -501,7 +501,7 @@ def test_a_used_folder_is_refused(opt, new_state, batches, memory):
 
 
 def test_a_run_resumes_onto_another_strategy(opt, new_state, batches, memory, mesh_of, loss_fn):
-    """Same trajectory up to summation order, whatever the mesh."""
+    """The trajectory is the same on any mesh, up to summation order."""
     other = so.ddp(opt.wrapped, mesh_of(data=4), loss_fn)
     unbroken = fit(opt, new_state(), of_list(batches), num_steps=20, progress=False)
     checkpoints = memory(10)

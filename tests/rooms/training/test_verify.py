@@ -95,9 +95,9 @@ def test_a_wrong_device_is_named_and_its_step_neither_counts_nor_is_saved(
 
 
 def test_a_clean_run_is_the_run_without_verification(opt, now, tmp_path):
-    """Verified are each third step, the step before each save and the last one.
+    """Each third step, the step before each save and the last step are verified.
 
-    Each of them twice.
+    Each of them runs twice.
     """
     plain = fit(opt, first_state(opt), batches(), num_steps=8, log_every=1, progress=False)
     assert now["runs"] == 0
