@@ -151,7 +151,9 @@ def test_placements_shard_over_data_and_context_together(mesh_of):
 
 
 def test_gradients_cross_the_wire_once(mesh_of):
-    """One reduce-scatter over data and context, N = 4: as many bytes as fsdp on 4 data devices."""
+    """A step has one reduce-scatter over data and context, N = 4. It sends as many bytes as fsdp on
+    4 data devices.
+    """
     abstract = jax.eval_shape(lambda: jax.tree.map(jnp.float32, params()))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), batches()[0])
     sent = []

@@ -124,7 +124,9 @@ def test_a_model_that_forgets_them_is_another(broken, mesh_of, x64):
 
 @pytest.mark.slow
 def test_a_state_moves_between_context_sizes(mesh_of, tmp_path, x64):
-    """Saved with context=4, restored with context=2 and without: the same trajectory."""
+    """A state is saved with context=4, and restored with context=2 and without. The trajectory is
+    the same.
+    """
     case = sequences("ring", steps=3)
     first = so.fsdp(TX, mesh_of(data=2, context=4), case.model, min_shard_elements=8)
     state, _ = first.step(first.init(case.params), case.batches[0])

@@ -72,7 +72,7 @@ def same(actual, expected):
 
 @pytest.mark.slow
 def test_a_run_goes_on_anywhere(case, mesh_of, tmp_path):
-    """Interleaved on four stages, then anything.
+    """A run is interleaved on four stages, then goes on with any strategy.
 
     Parameters and moments alike.
     """

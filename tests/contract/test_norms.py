@@ -189,7 +189,7 @@ def test_norms_equal_one_device(case, mesh_of, x64):
     "case", tiered(["fsdp of matrices", "pipeline", "ddp"], lambda case: case == "ddp")
 )
 def test_norms_travel_in_one_all_reduce(case, mesh_of, x64):
-    """A number a leaf and layer and norm comes on top, in one all-reduce.
+    """One all-reduce sends a further number for each leaf, layer and norm.
 
     XLA may join it with the one of the loss.
     """

@@ -102,7 +102,7 @@ def test_bytes_of_a_device_are_what_the_docstrings_state(mesh_of):
 
 
 def test_the_layers_of_a_model_of_blocks_are_matrices_of_their_own(mesh_of):
-    """Also on the way through a strategy, which cuts the tree into leaves."""
+    """This holds on the way through a strategy too, which cuts the tree into leaves."""
     case = block_problem("nnx", weighted=True, num_blocks=4, rows=16, steps=1)
     reducer = R.power_sgd(2, min_ratio=0)
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=DEVICES), case.loss_fn, reducer=reducer)

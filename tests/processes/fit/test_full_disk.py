@@ -95,7 +95,7 @@ def test_a_disk_that_fills_up_under_a_run_loses_no_checkpoint(disk, repeats, tmp
 
 
 def test_a_folder_is_taken_and_tidied_where_there_is_no_room_for_a_name(tmp_path, monkeypatch):
-    """The same without a disk of its own: the name of the new writer meets the kernel's ENOSPC."""
+    """The test needs no disk of its own: the name of the new writer meets the kernel's ENOSPC."""
     (tmp_path / ".saving-3").mkdir()
     (tmp_path / ".saving-3" / "data").write_bytes(bytes(100))
     write = os.pwrite

@@ -103,7 +103,9 @@ def same(folder, params):
 
 @pytest.mark.parametrize("draw", range(10))
 def test_one_of_four_is_killed(start, unbroken, tmp_path, draw):
-    """From its very start on: while it imports, connects, compiles, trains or saves."""
+    """It is killed at any time from its start on: while it imports, connects, compiles, trains or
+    saves.
+    """
     rng = random.Random(draw)
     victim, trains = rng.randrange(4), draw >= 2
     delay = rng.uniform(0, 0.7 * unbroken[1] if trains else 8)

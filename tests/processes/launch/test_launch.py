@@ -197,7 +197,7 @@ def test_the_one_that_was_killed_is_named_not_those_that_miss_it(job):
 
 
 def test_the_one_that_failed_first_is_named_though_its_end_is_seen_last(job):
-    """As the kernel closes connections before it reports an end."""
+    """The kernel closes connections before it reports an end."""
     script = (
         "from shardopt.runtime._processes import _follow_launcher; _follow_launcher()\nclass"
         " Slow(Exception):\n    def __str__(self): (here / 'gone').touch(); time.sleep(0.3); return"

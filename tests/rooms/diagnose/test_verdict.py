@@ -121,7 +121,7 @@ def test_a_wrong_move_is_seen_at_the_device_that_received():
 
 
 def test_only_copies_along_the_axes_of_their_column_are_compared():
-    """Two replicas of two shards: position 3 holds the copy of position 1."""
+    """There are two replicas of two shards: position 3 holds the copy of position 1."""
     columns = (Column(STATE, ("replica",)),)
     evidence = Evidence(0, columns, np.array([[1], [2], [1], [9]], np.uint64))
     assert judge([evidence], {"replica": 2, "data": 2}) == Verdict(STATE, ONE_OF, (1, 3))
@@ -131,7 +131,7 @@ def test_only_copies_along_the_axes_of_their_column_are_compared():
 
 
 def test_a_difference_everywhere_names_no_device():
-    """One run of five: something hit it, and the reduction spread it.
+    """An error hit one run of five, and the reduction spread it.
 
     Other sums each time: nothing is deterministic.
     """

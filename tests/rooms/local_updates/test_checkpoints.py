@@ -55,8 +55,8 @@ def combined(strategy_of, kind, **sizes):
 def test_in_place_training_goes_on_bit_for_bit(
     kind, strategy_of, trip, steps_on, new_params, new_batches
 ):
-    """In the middle of a round, with a fragment on its way (sent after step 2, mixed in after step
-    3).
+    """The run stops in the middle of a round, with a fragment on its way (sent after step 2, mixed
+    in after step 3).
     """
     opt, fresh = combined(strategy_of, kind), combined(strategy_of, kind)
     saved, restored = trip(opt, fresh, 3)  # the target has seen no parameters

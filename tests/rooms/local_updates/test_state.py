@@ -105,7 +105,7 @@ def test_synchronize_takes_back_no_more_than_what_is_on_its_way(
 def test_the_state_that_was_synchronized_can_be_trained_on(
     strategy_of, new_params, new_batches, steps_on
 ):
-    """As in a synchronous strategy: to look at the mean in the middle of a round changes nothing
+    """As in a synchronous strategy, a look at the mean in the middle of a round changes nothing
     about the run.
     """
     opt = so.diloco(strategy_of("fsdp"), sync_every=3)

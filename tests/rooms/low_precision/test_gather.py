@@ -52,7 +52,7 @@ def test_a_channel_with_nan_or_infinity_on_one_device_is_nan(row, value, mesh_of
 
 
 def test_scales_of_sharded_channels_travel_together(mesh_of):
-    """Two weights of different shapes, one with two parts, sharded on their last dims."""
+    """Two weights of different shapes, one with two parts, are sharded on their last dims."""
     rng, rounding = np.random.default_rng(1), Rounding("int8")
     weights = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 4), (8, 2, 12))]
     wires = [

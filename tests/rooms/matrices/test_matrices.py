@@ -396,7 +396,7 @@ def test_each_device_computes_its_share_of_the_update(optimizer_name, layers, me
 def test_soap_sends_the_bytes_of_the_docs_compared_with_adam(
     blocks, lower_bound, upper_bound, mesh_of
 ):
-    """The figures of docs/matrices.md, for eight squares and for blocks."""
+    """The ratios are the figures of docs/matrices.md, for eight squares and for blocks."""
 
     def draw(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32)

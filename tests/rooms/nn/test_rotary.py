@@ -32,7 +32,9 @@ def on_tpu(monkeypatch):
 )
 @pytest.mark.parametrize("per_row", [False, True], ids=["positions", "positions of each row"])
 def test_the_kernel_rotates_as_the_formula_and_back(dtype, tolerance, per_row, on_tpu):
-    """Two rows of three heads, in two blocks of positions; numbers by numpy, in complex numbers."""
+    """Two rows of three heads are in two blocks of positions. numpy computes the expected numbers,
+    in complex numbers.
+    """
     rng = np.random.default_rng(0)
     x, grad = (jnp.asarray(rng.normal(size=(2, 512, 3, 128)), dtype) for _ in range(2))
     positions = rng.integers(0, 99, (2, 512)) if per_row else np.arange(512)

@@ -55,7 +55,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_rule_follows_its_formula(name, x64):
-    """Three workers in random order.
+    """Three workers push in random order.
 
     The loss is sum (w^4 + a w), and its gradient is taken at the parameters that the worker pulled.
     """

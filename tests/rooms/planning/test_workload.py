@@ -108,7 +108,7 @@ def test_the_trace_of_the_gpt_counts_its_weights():
     ],
 )
 def test_models_have_their_published_numbers_of_parameters(name, billions):
-    """The counts of the released checkpoints.
+    """The counts equal the released checkpoints.
 
     Gpt2 lacks its biases, which are under a thousandth.
     """
@@ -123,9 +123,9 @@ def test_a_step_costs_six_flops_a_parameter_and_token_and_some_for_attention():
 
 
 def test_experts_are_counted_as_published():
-    """ "Mixtral of Experts", 2024, section 2, states 47B and 13B active.
+    """The paper "Mixtral of Experts", 2024, section 2, states 47B and 13B active.
 
-    "DeepSeek-V3", 2024, states 671B and 37B active, with three dense layers.
+    The paper "DeepSeek-V3", 2024, states 671B and 37B active, with three dense layers.
     """
     mixtral, deepseek = MODELS["mixtral-8x7b"], MODELS["deepseek-v3"]
     assert (round(mixtral.num_parameters / 1e9, 1), round(active_parameters(mixtral) / 1e9, 1)) == (

@@ -145,7 +145,7 @@ def test_the_mean_is_bit_for_bit_the_same_on_all_devices(
 
 
 def test_sign_sends_mean_magnitudes_by_block(on_devices):
-    """Two chunks of one block each.
+    """The gradient has two chunks of one block each.
 
     Each owner has its own part exactly, and signs of the mean are sent again.
     """

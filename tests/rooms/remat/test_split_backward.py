@@ -205,7 +205,9 @@ def count(f, *args, primitive="dot_general"):
 
 
 def test_each_inner_product_runs_once(x64):
-    """Two products forwards, two more for the input, two more for the weights: none of them twice."""
+    """There are two products forwards, two for the input and two for the weights. None of them runs
+    twice.
+    """
     params, x, dy = example()
 
     def mlp(g, x):

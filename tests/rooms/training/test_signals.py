@@ -354,7 +354,7 @@ def test_a_handler_that_exits_does_so_once_the_run_has_saved(opt, new_state, bat
 
 
 def test_the_descriptor_for_signals_of_before_is_back_and_hears_of_them(opt, new_state, batches):
-    """As of asyncio, whose loop runs in a notebook."""
+    """asyncio has such a descriptor, and its loop runs in a notebook."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     previous = signal.set_wakeup_fd(writing)

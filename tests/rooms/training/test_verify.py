@@ -116,7 +116,7 @@ def test_a_clean_run_is_the_run_without_verification(opt, now, tmp_path):
 
 
 def test_a_state_that_changes_between_steps_is_not_saved(opt, now, tmp_path):
-    """A copy of one device, after its last verified step: the others outvote it."""
+    """A copy of one device changes after its last verified step. The others outvote it."""
     fault = faults.Fault(2, "shard", "flip", index=3, bit=11, leaf=0)
     with so.Checkpoints(tmp_path, every=2, keep=None) as checkpoints:
         verified_steps = {"opt": opt, "every": 2, "checkpoints": checkpoints, "num_steps": 8}
@@ -290,7 +290,8 @@ def test_in_the_global_view_all_devices_contribute_to_a_gradient(mesh_of, option
 
 @pytest.mark.slow
 def test_a_thousand_random_faults_are_found_and_named(monkeypatch):
-    """Flipped bits, stuck bits and wrong tiles, at each site of a step of each strategy.
+    """The faults are flipped bits, stuck bits and wrong tiles, at each site of a step of each
+    strategy.
 
     The benchmark draws 10,000.
     """
