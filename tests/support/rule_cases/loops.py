@@ -168,6 +168,8 @@ def cond(rng: np.random.Generator) -> RuleCase:
     num_pieces = int(rng.choice([2, 3]))
     shapes: Shapes = draw_shapes(rng, num_pieces, int(rng.integers(0, 3)))
     operands = draw_operands(rng, shapes, np.float64, num_pieces, 2)
+    if rng.random() < 0.3:  # rows in one branch, and what all share in another
+        operands[1] = Operand(Same(), shapes)
     branches = [
         [
             lambda x, y: (x + y, x),

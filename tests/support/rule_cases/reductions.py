@@ -293,7 +293,7 @@ linalg = jax.lax.linalg
 INTS_AND_BOOLS = (*INTEGERS, "bool")
 
 CASES = {
-    **_rows({"reduce_sum": _reduced(lambda x, dims: lax.reduce_sum(x, dims)), "reduce_max": _reduced(lambda x, dims: lax.reduce_max(x, dims)), "reduce_min": _reduced(lambda x, dims: lax.reduce_min(x, dims)), "reduce_prod": _reduced(lambda x, dims: lax.reduce_prod(x, dims))}, REALS, sizes=(1, 2, 3)),
+    **_rows({"reduce_sum": _reduced(lambda x, dims: lax.reduce_sum(x, dims)), "reduce_max": _reduced(lambda x, dims: lax.reduce_max(x, dims)), "reduce_min": _reduced(lambda x, dims: lax.reduce_min(x, dims)), "reduce_prod": _reduced(lambda x, dims: lax.reduce_prod(x, dims))}, REALS, sizes=(0, 1, 2, 3)),
     **_rows({"reduce_and": _reduced(lambda x, dims: lax.reduce_and(x, dims)), "reduce_or": _reduced(lambda x, dims: lax.reduce_or(x, dims)), "reduce_xor": _reduced(lambda x, dims: lax.reduce_xor(x, dims))}, INTS_AND_BOOLS),
     **_rows({"argmax": _along(lambda x, dim: lax.argmax(x, dim, np.int32)), "argmin": _along(lambda x, dim: lax.argmin(x, dim, np.int32)), "cumsum": _along(lax.cumsum), "cumprod": _along(lax.cumprod), "cummax": _along(lax.cummax), "cummin": _along(lax.cummin)}, REALS),
     **_rows({"cumlogsumexp": _along(lax.cumlogsumexp)}, ("float64", "float32")),

@@ -19,8 +19,18 @@ SIZE = 2
 """The size of all dims but rows, so that dims can be taken for each other."""
 
 
-def _product_of_row(x: jax.Array, y: jax.Array) -> jax.Array:
-    return lax.squeeze(x, [0]) @ lax.squeeze(y, [0])
+Contracted = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _of_all_rows(x: jax.Array, y: jax.Array) -> jax.Array:
+    return lax.dot_general(x, y, (((2,), (1,)), ((0,), (0,))))
+
+
+def _of_row(
+    x: jax.Array, y: jax.Array, contracted: Contracted = ((1,), (0,)), **options: Any
+) -> jax.Array:
+    row_x, row_y = (lax.squeeze(matrix, [0]) for matrix in (x, y))
+    return lax.dot_general(row_x, row_y, (contracted, ((), ())), **options)
 
 
 def _restored(product: jax.Array, dim: int) -> jax.Array:
@@ -30,21 +40,16 @@ def _restored(product: jax.Array, dim: int) -> jax.Array:
 
 
 OF_ONE_ROW: list[Callable[[jax.Array, jax.Array], jax.Array]] = [
-    lambda x, y: jnp.einsum("bij,bjk->bik", x, y),
-    lambda x, y: jnp.einsum("bij,bjk->bik", x, y),
-    lambda x, y: _restored(_product_of_row(x, y), 0),
-    lambda x, y: _restored(_product_of_row(y, x), 0),
-    lambda x, y: _restored(_product_of_row(x, x), 0),
-    lambda x, y: _restored(lax.squeeze(x, [0]).T @ lax.squeeze(y, [0]), 0),
-    lambda x, y: _restored(
-        lax.dot_general(lax.squeeze(x, [0]), lax.squeeze(y, [0]), (((0,), (0,)), ((), ()))), 0
-    ),
-    lambda x, y: _restored(
-        lax.dot_general(lax.squeeze(x, [0]), lax.squeeze(y, [0]), (((1,), (1,)), ((), ()))), 0
-    ),
-    lambda x, y: _restored(_product_of_row(x, y), 0) * 2.0,
-    lambda x, y: _restored(_product_of_row(x, y), 1).swapaxes(0, 1),
-    lambda x, y: lax.broadcast_in_dim(_product_of_row(x, y), (1, SIZE, SIZE), (1, 2)),
+    lambda x, y: _restored(_of_row(x, y), 0),
+    lambda x, y: _restored(_of_row(x, y), 0),
+    lambda x, y: _restored(_of_row(y, x), 0),
+    lambda x, y: _restored(_of_row(x, x), 0),
+    lambda x, y: _restored(_of_row(x, y, ((0,), (0,))), 0),
+    lambda x, y: _restored(_of_row(x, y, ((1,), (1,))), 0),
+    lambda x, y: _restored(_of_row(x, y, preferred_element_type=jnp.float32), 0),
+    lambda x, y: _restored(_of_row(x, y, precision="highest"), 0),
+    lambda x, y: _restored(_of_row(x, y), 1),
+    _of_all_rows,
 ]
 
 
@@ -56,10 +61,12 @@ def _relation(rng: np.random.Generator, dim: int) -> Relation:
 def product_of_one_row(rng: np.random.Generator) -> RuleCase:
     """Return a case of a product for each row, of which a piece has one."""
     num_pieces = int(rng.choice([2, 3]))
-    piece = OF_ONE_ROW[rng.integers(len(OF_ONE_ROW))]
+    functions = _of_all_rows, OF_ONE_ROW[rng.integers(len(OF_ONE_ROW))]
+    if rng.random() < 0.2:
+        functions = jnp.matmul, jnp.matmul
     sizes: Shapes = (num_pieces, SIZE, SIZE), (1, SIZE, SIZE)
     operands = [Operand(_relation(rng, 0), sizes) for _ in range(2)]
-    return RuleCase(operands, (OF_ONE_ROW[0], piece), num_pieces)
+    return RuleCase(operands, functions, num_pieces)
 
 
 def broadcast_of_one_row(rng: np.random.Generator) -> RuleCase:
