@@ -38,7 +38,8 @@ def axis_size(axis_name: AxisName) -> int:
         fix = (
             f"call it inside jax.shard_map over a mesh with axis {names_text} (manual, not left to the"
             " partitioner), or inside jax.pmap or jax.vmap with"
-            f" axis_name={names_text if len(unbound) == 1 else names}."
+            f" axis_name={names_text if len(unbound) == 1 else names}. Under jax.jit, wrap an optax"
+            " chain in so.transforms.on_mesh."
         )
         raise value_error(problem, fix=fix)
     return math.prod(jax.lax.axis_size(name) for name in names)

@@ -162,7 +162,8 @@ def test_an_axis_that_is_not_bound():
         str(caught.value)
         == "int8(block_size=256): axis 'data' is not bound here.\nFix: call it inside jax.shard_map"
         " over a mesh with axis 'data' (manual, not left to the partitioner), or inside jax.pmap"
-        " or jax.vmap with axis_name='data'."
+        " or jax.vmap with axis_name='data'. Under jax.jit, wrap an optax chain in"
+        " so.transforms.on_mesh."
     )
     with pytest.raises(TypeError) as caught:
         reducer.reduce(jnp.ones(3), (), 3)

@@ -54,5 +54,6 @@ def test_outside_an_axis_it_says_which_to_bind_and_how(axis, axes, bound):
         str(caught.value)
         == f"average_gradients: {axes} not bound here.\nFix: call it inside jax.shard_map over a"
         f" mesh with {axes.removesuffix(' is').removesuffix(' are')} (manual, not left to the"
-        f" partitioner), or inside jax.pmap or jax.vmap with {bound}."
+        f" partitioner), or inside jax.pmap or jax.vmap with {bound}. Under jax.jit, wrap an optax"
+        " chain in so.transforms.on_mesh."
     )
