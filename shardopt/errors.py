@@ -1,6 +1,6 @@
 """The errors that shardopt raises where Python has none that says enough."""
 
-from shardopt.core._errors import (
+from shardopt.core import (
     CheckpointError,
     CheckpointInUseError,
     DamagedCheckpointError,

@@ -12,8 +12,7 @@ from jax._src.core import trace_state_clean  # jax has no public name for it
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from shardopt.core._arguments import check_integer
-from shardopt.core._errors import calling, value_error
+from shardopt.core import calling, check_integer, value_error
 from shardopt.core._place import check_joined
 from shardopt.core._trace_context import trace_context, within_trace
 from shardopt.core._tracebacks import api_boundary

@@ -9,9 +9,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from shardopt.checkpoint._hashed import hash_of_leaves
-from shardopt.core._errors import error_text, plural, value_error
+from shardopt.core import PyTree, error_text, leaves_with_paths, plural, value_error
 from shardopt.core._extras import require
-from shardopt.core._types import PyTree, leaves_with_paths
 from shardopt.nn._low_rank import FACTORS
 from shardopt.runtime._files import write_atomic
 

@@ -26,10 +26,22 @@ from shardopt.adapters._files import (
 from shardopt.adapters._peft import check_peft_config, modules_of, peft_config
 from shardopt.adapters._quantized_weight import Base, QuantizedWeight, quantize
 from shardopt.checkpoint._hashed import compile_patterns
-from shardopt.core._arguments import check_choice, check_count, check_number
+from shardopt.core import (
+    PyTree,
+    Rule,
+    Rules,
+    TrainState,
+    calling,
+    check_choice,
+    check_count,
+    check_number,
+    is_floating,
+    leaves_with_paths,
+    plural,
+    type_error,
+    value_error,
+)
 from shardopt.core._block_model import BLOCKS, BlockModel, LossFn, as_block_model, takes_rng
-from shardopt.core._errors import calling, plural, type_error, value_error
-from shardopt.core._types import PyTree, Rule, Rules, TrainState, is_floating, leaves_with_paths
 from shardopt.models._pretrained import Pretrained, sharding_of_weight
 from shardopt.nn._low_rank import FACTORS, LowRank, low_rank_shapes
 from shardopt.optimizers import Matrix

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardopt.core._errors import plural, value_error
+from shardopt.core import plural, value_error
 from shardopt.models._places import Place, tensor_shape
 from shardopt.models._pretrained import Pretrained
 from shardopt.nn._low_rank import FACTORS

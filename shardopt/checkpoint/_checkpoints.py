@@ -38,16 +38,16 @@ from shardopt.checkpoint._run_folder import (
 from shardopt.checkpoint._sums import LeafSums
 from shardopt.checkpoint._tree import JsonObject, leaves_by_path
 from shardopt.checkpoint._write import start_write, write_error
-from shardopt.core._arguments import check_count
-from shardopt.core._errors import (
+from shardopt.core import (
     CheckpointError,
+    PyTree,
     calling,
+    check_count,
     error_text,
     format_error,
     type_error,
     value_error,
 )
-from shardopt.core._types import PyTree
 from shardopt.runtime import _progress as progress
 from shardopt.runtime._agreement import agree
 from shardopt.runtime._stored_programs import FOLDER_NAME, stored_programs

@@ -10,9 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.checkpoint._tree import Json, JsonObject
+from shardopt.core import (
+    CheckpointError,
+    PyTree,
+    error_text,
+    leaves_with_paths,
+    type_error,
+    value_error,
+)
 from shardopt.core._checksum import checksum
-from shardopt.core._errors import CheckpointError, error_text, type_error, value_error
-from shardopt.core._types import PyTree, leaves_with_paths
 
 Patterns = Sequence[str | re.Pattern[str]]
 KEY = "hash_only"

@@ -6,7 +6,7 @@ import jax
 
 from shardopt.checkpoint._store import StoredLeaves
 from shardopt.checkpoint._tree import LeafPath, show
-from shardopt.core._errors import error_text, plural
+from shardopt.core import error_text, plural
 
 
 def tell(text: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from shardopt.checkpoint._tree import LeafPath, show
-from shardopt.core._errors import CheckpointError, error_text, value_error
+from shardopt.core import CheckpointError, error_text, value_error
 
 NewChain = bool | Mapping[str, str | None]
 """Whether the chain may be another one; or where states of the new chain lie in the stored one."""

@@ -25,8 +25,7 @@ from shardopt.checkpoint._multihost import exchange
 from shardopt.checkpoint._store import describe, from_storable, place, to_storable
 from shardopt.checkpoint._sums import LeafSums, check_sums
 from shardopt.checkpoint._tree import JsonObject, LeafPath, leaves_by_path, show
-from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree, with_leaves
+from shardopt.core import PyTree, format_error, with_leaves
 from shardopt.runtime import _vault as vault
 from shardopt.runtime._launch import RESTART
 from shardopt.step._optimizer import ShardedOptimizer

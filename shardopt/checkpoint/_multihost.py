@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import jax
 
-from shardopt.core._errors import CheckpointError
+from shardopt.core import CheckpointError
 from shardopt.runtime._agreement import agree
 
 T = TypeVar("T", bound=bool | int | str | list | None)

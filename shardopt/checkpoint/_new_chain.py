@@ -16,8 +16,7 @@ from shardopt.checkpoint._record import Meta
 from shardopt.checkpoint._replicas import as_stored, fits, to_wanted
 from shardopt.checkpoint._store import Leaf, StoredLeaves, describe, dtype_of
 from shardopt.checkpoint._tree import LeafPath, leaves_by_path, nest, show, type_names, unescape
-from shardopt.core._errors import MAX_LISTED, CheckpointError, error_text, plural
-from shardopt.core._types import PyTree, with_leaves
+from shardopt.core import MAX_LISTED, CheckpointError, PyTree, error_text, plural, with_leaves
 from shardopt.step._inputs import put
 
 

@@ -18,17 +18,18 @@ from shardopt.checkpoint._run_folder import committed, interrupted, run_folder, 
 from shardopt.checkpoint._store import StoredLeaves, describe, dtype_of
 from shardopt.checkpoint._sums import check_sums
 from shardopt.checkpoint._tree import leaves_by_path, rebuild, show
-from shardopt.core._errors import (
+from shardopt.core import (
     MAX_LISTED,
     CheckpointError,
     DamagedCheckpointError,
+    PyTree,
     StepNotFoundError,
+    TrainState,
     calling,
     error_text,
     plural,
     type_error,
 )
-from shardopt.core._types import PyTree, TrainState
 from shardopt.step._optimizer import ShardedOptimizer
 
 

@@ -27,17 +27,17 @@ from shardopt.checkpoint._tree import (
     leaves_by_path,
     type_names,
 )
-from shardopt.core._arguments import check_integer
-from shardopt.core._errors import (
+from shardopt.core import (
     CheckpointError,
     DamagedCheckpointError,
+    PyTree,
+    check_integer,
     error_text,
     format_error,
     type_error,
     value_error,
 )
 from shardopt.core._extras import version_of
-from shardopt.core._types import PyTree
 
 T = TypeVar("T")
 

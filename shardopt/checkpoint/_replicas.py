@@ -20,8 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.checkpoint._store import Leaf, StoredLeaves, describe, dtype_of
 from shardopt.checkpoint._tree import LeafPath, escape, leaves_by_path, show
-from shardopt.core._errors import CheckpointError, error_text
-from shardopt.core._types import PyTree, merge_replicas, with_leaves
+from shardopt.core import CheckpointError, PyTree, error_text, merge_replicas, with_leaves
 from shardopt.local_updates._state import PerReplica, ReplicaStates
 from shardopt.mesh import size_along, spec_axes
 from shardopt.reducers import ErrorFeedback, PerDevice

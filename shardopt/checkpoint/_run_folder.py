@@ -13,7 +13,7 @@ import os
 import shutil
 from pathlib import Path
 
-from shardopt.core._errors import CheckpointError, format_error, type_error, value_error
+from shardopt.core import CheckpointError, format_error, type_error, value_error
 from shardopt.runtime._files import Lock, acquire_lock, holds_lock, is_gone, release_lock
 
 _SAVING, _DELETING, _REPLACED = ".saving-", ".deleting-", ".replaced-"

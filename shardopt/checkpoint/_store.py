@@ -13,8 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardopt.checkpoint._tree import LeafPath, leaves_by_path, nest, show, unnest
-from shardopt.core._errors import type_error, value_error
-from shardopt.core._types import PyTree, is_array_like, is_key, with_leaves
+from shardopt.core import PyTree, is_array_like, is_key, type_error, value_error, with_leaves
 from shardopt.runtime._progress import waiting
 
 ArrayLeaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct

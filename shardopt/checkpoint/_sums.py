@@ -10,9 +10,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.checkpoint._tree import LeafPath, leaves_by_path, show
+from shardopt.core import DamagedCheckpointError, PyTree, error_text
 from shardopt.core._checksum import checksum
-from shardopt.core._errors import DamagedCheckpointError, error_text
-from shardopt.core._types import PyTree
 from shardopt.mesh import without_mesh
 
 LeafSums = dict[LeafPath, str]

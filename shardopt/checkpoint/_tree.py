@@ -13,8 +13,7 @@ from urllib.parse import quote, unquote
 
 import jax
 
-from shardopt.core._errors import CheckpointError, error_text, format_error
-from shardopt.core._types import PyTree
+from shardopt.core import CheckpointError, PyTree, error_text, format_error
 
 Json = Any
 """A value of `json.loads`: dict, list, string, number, boolean or None."""

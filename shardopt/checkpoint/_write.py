@@ -31,8 +31,7 @@ from shardopt.checkpoint._run_folder import (
     staging_folder,
     step_folder,
 )
-from shardopt.core._errors import CheckpointError, calling, format_error
-from shardopt.core._types import PyTree
+from shardopt.core import CheckpointError, PyTree, calling, format_error
 
 _DISK_FULL_MESSAGES = ("No space left on device", "File too large", "Disk quota exceeded")
 """Messages of the kernel about a full disk. orbax and tensorstore wrap them in their own error

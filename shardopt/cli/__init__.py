@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from shardopt.core._errors import calling
+from shardopt.core import calling
 from shardopt.core._extras import require, version_of
 
 __all__ = ["main"]

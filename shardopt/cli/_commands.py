@@ -15,8 +15,7 @@ from shardopt.cli._options import Options, RunOptions, TrainOptions, TuneOptions
 from shardopt.cli._plan import AuditOptions, PlanOptions, audit, plan
 from shardopt.cli._run_folder import CHECKPOINTS, read_options
 from shardopt.cli._verify import VerifyOptions, verify
-from shardopt.core._arguments import check_number
-from shardopt.core._errors import calling, value_error
+from shardopt.core import calling, check_number, value_error
 from shardopt.runtime._devices import start_devices
 from shardopt.runtime._doctor import doctor
 from shardopt.runtime._launch import GRACE

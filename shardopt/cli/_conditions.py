@@ -12,7 +12,7 @@ from shardopt.cli._options import (
     RunOptions,
     changed_flags,
 )
-from shardopt.core._errors import plural, value_error
+from shardopt.core import plural, value_error
 
 
 class Condition(NamedTuple):

@@ -13,7 +13,7 @@ from rich.text import Text
 import shardopt as so
 from shardopt.cli._options import RunOptions, TrainOptions, TuneOptions
 from shardopt.cli._run_folder import CHECKPOINTS, CONFIG, METRICS
-from shardopt.core._errors import plural
+from shardopt.core import plural
 from shardopt.data import Windows
 from shardopt.pipeline import Schedule
 from shardopt.training._fit import FitResult

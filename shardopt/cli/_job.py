@@ -12,7 +12,7 @@ import shardopt as so
 from shardopt.cli import _display as display
 from shardopt.cli._options import RunOptions
 from shardopt.cli._run_folder import METRICS, order_changes, write_options
-from shardopt.core._types import PyTree, TrainState
+from shardopt.core import PyTree, TrainState
 from shardopt.training._fit import FitResult
 
 

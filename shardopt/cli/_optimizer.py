@@ -8,7 +8,7 @@ from typing import Any
 
 import optax
 
-from shardopt.core._errors import value_error
+from shardopt.core import value_error
 
 _NEEDS_MORE = frozenset({"contrib.sophia"})
 """Optimizers whose constructor also needs the loss function of each batch."""

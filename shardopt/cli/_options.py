@@ -14,8 +14,7 @@ import tyro
 
 from shardopt.config._config import PlacementName
 from shardopt.config._options import OPTIONS
-from shardopt.core._arguments import check_count, check_number
-from shardopt.core._errors import plural
+from shardopt.core import check_count, check_number, plural
 
 T = TypeVar("T")
 

@@ -12,8 +12,7 @@ import shardopt as so
 from shardopt.cli._optimizer import find_optimizer
 from shardopt.cli._options import OptionalCount
 from shardopt.cli._strategy import named_strategy, parse_mesh
-from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, value_error
+from shardopt.core import calling, check_count, value_error
 from shardopt.pipeline._kinds import KINDS
 from shardopt.planning._aot import AotReport
 from shardopt.planning._layout import ParallelLayout

@@ -16,7 +16,7 @@ from shardopt.cli._options import (
     from_json,
     to_json,
 )
-from shardopt.core._errors import value_error
+from shardopt.core import value_error
 from shardopt.runtime._files import write_atomic
 
 CONFIG, CHECKPOINTS, METRICS = "config.json", "checkpoints", "metrics.jsonl"

@@ -15,8 +15,7 @@ from jax.sharding import Mesh
 import shardopt as so
 from shardopt.cli._conditions import check_conditions
 from shardopt.cli._options import RunOptions, TrainOptions, check_numbers
-from shardopt.core._errors import plural, value_error
-from shardopt.core._types import Devices, Rules
+from shardopt.core import Devices, Rules, plural, value_error
 from shardopt.mesh import data_axes, size_along
 from shardopt.models import gpt
 from shardopt.pipeline._kinds import KINDS

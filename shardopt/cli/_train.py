@@ -18,10 +18,9 @@ from shardopt.cli._optimizer import make_optimizer
 from shardopt.cli._options import ModelOptions, TrainOptions
 from shardopt.cli._run_folder import check_run_folder, checkpoint_settings
 from shardopt.cli._strategy import check_options, fitted, make_strategy, mesh_of
+from shardopt.core import PyTree, calling, plural
 from shardopt.core._block_model import BlockModel
-from shardopt.core._errors import calling, plural
 from shardopt.core._extras import require
-from shardopt.core._types import PyTree
 from shardopt.models import gpt, sample
 from shardopt.runtime._stored_programs import FOLDER_NAME, stored_programs
 

@@ -20,9 +20,17 @@ from shardopt.cli._optimizer import make_optimizer
 from shardopt.cli._options import TuneOptions
 from shardopt.cli._run_folder import check_run_folder, checkpoint_settings
 from shardopt.cli._strategy import check_options, make_strategy, mesh_of
-from shardopt.core._errors import calling, error_text, plural, value_error
+from shardopt.core import (
+    PyTree,
+    Rules,
+    TrainState,
+    calling,
+    error_text,
+    leaves_with_paths,
+    plural,
+    value_error,
+)
 from shardopt.core._extras import require
-from shardopt.core._types import PyTree, Rules, TrainState, leaves_with_paths
 from shardopt.data._corpus import Batch
 from shardopt.models import Pretrained, decoder, from_pretrained
 from shardopt.runtime._stored_programs import FOLDER_NAME, stored_programs

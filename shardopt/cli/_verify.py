@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardopt.core._errors import calling, plural, value_error
+from shardopt.core import calling, plural, value_error
 from shardopt.runtime._processes import end_at_once
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardopt.core._types import replaced
+from shardopt.core import replaced
 from shardopt.mesh import device_kind
 
 MeshAxes = str | tuple[str, ...]

@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec
 
 from shardopt.collectives._buckets import all_reduce_buckets
-from shardopt.core._types import PyTree, with_leaves
+from shardopt.core import PyTree, with_leaves
 from shardopt.mesh import mesh_under_trace, spec_axes, trace_without_mesh
 from shardopt.trace._jaxprs import equations
 

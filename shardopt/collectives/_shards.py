@@ -27,8 +27,8 @@ from shardopt.collectives._tiles import (
     joins_small_matrices,
 )
 from shardopt.collectives._wire import Encoded, LeafWire
+from shardopt.core import is_floating, is_inexact, replaced
 from shardopt.core._checksum import checksum_of, to_limbs
-from shardopt.core._types import is_floating, is_inexact, replaced
 from shardopt.mesh import device_kind, device_kind_or_default
 
 

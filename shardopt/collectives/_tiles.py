@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from shardopt.collectives._buckets import MeshAxes, split_points
-from shardopt.core._types import replaced
+from shardopt.core import replaced
 from shardopt.mesh import device_kind
 
 Move = Callable[[jax.Array, int], jax.Array]

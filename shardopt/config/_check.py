@@ -6,9 +6,9 @@ import optax
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._user_mesh import read_mesh
+from shardopt.core import calling, type_error, value_error
 from shardopt.core._block_model import as_block_model
 from shardopt.core._block_remat import Named, Remat, read_remat
-from shardopt.core._errors import calling, type_error, value_error
 from shardopt.core._place import check_joined
 from shardopt.partition._rules import check_rules
 from shardopt.trace._marks import BLOCK_INPUT

@@ -17,10 +17,9 @@ from shardopt.config._recipe import Recipe
 from shardopt.config._slots import Differentiate, StepSlots
 from shardopt.config._sync import SyncConfig
 from shardopt.config._user_mesh import Axes, UserMesh
+from shardopt.core import PyTree, Rules, calling
 from shardopt.core._block_model import LossFn
-from shardopt.core._errors import calling
 from shardopt.core._reducer import Reducer
-from shardopt.core._types import PyTree, Rules
 from shardopt.partition import Report
 from shardopt.partition._rules import patterns_of
 from shardopt.runtime._compiler_options import CompilerOptions

@@ -11,11 +11,19 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._slots import Reduce
 from shardopt.config._transformation import refuse_unsupported
 from shardopt.config._update_trace import trace_of_update
-from shardopt.core._arguments import is_integer
+from shardopt.core import (
+    PyTree,
+    TrainState,
+    TreeDef,
+    calling,
+    is_integer,
+    leaves_with_paths,
+    plural,
+    type_error,
+    value_error,
+)
 from shardopt.core._block_model import BLOCKS, as_block_model
-from shardopt.core._errors import calling, plural, type_error, value_error
 from shardopt.core._rounding import Precision, Rounding
-from shardopt.core._types import PyTree, TrainState, TreeDef, leaves_with_paths
 from shardopt.partition import (
     COLUMNS,
     LeafPlan,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import jax
 
-from shardopt.core._types import PyTree, TrainState
+from shardopt.core import PyTree, TrainState
 
 HOST = "pinned_host"
 

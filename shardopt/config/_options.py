@@ -12,11 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from shardopt.config._program_check import ProgramCheck
-from shardopt.core._arguments import check_choice, check_count, is_integer
+from shardopt.core import (
+    Rules,
+    check_choice,
+    check_count,
+    error_text,
+    is_integer,
+    type_error,
+    value_error,
+)
 from shardopt.core._block_model import LossFn
-from shardopt.core._errors import error_text, type_error, value_error
 from shardopt.core._reducer import Reducer, check_reducer
-from shardopt.core._types import Rules
 from shardopt.partition._rules import check_rules
 from shardopt.runtime._compiler_options import CompilerOptions
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from shardopt.config._user_mesh import Axes
-from shardopt.core._errors import calling, plural, value_error
+from shardopt.core import calling, plural, value_error
 from shardopt.mesh import arrange
 
 

@@ -14,9 +14,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from shardopt.collectives import LeafWire
+from shardopt.core import Metric, PyTree, Weighted
 from shardopt.core._loss_parts import Gradients, LossParts
 from shardopt.core._rounding import Rounding
-from shardopt.core._types import Metric, PyTree, Weighted
 from shardopt.partition import LeafPlan, Owners
 from shardopt.partition._counts import Counts
 

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from shardopt.core._errors import format_error, plural
-from shardopt.core._types import PyTree, abstract, leaves_with_paths, states_of
+from shardopt.core import PyTree, abstract, format_error, leaves_with_paths, plural, states_of
 
 
 class ExtraArgs(NamedTuple):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from shardopt.config._transformation import ExtraArgs, call_update
-from shardopt.core._types import PyTree
+from shardopt.core import PyTree
 from shardopt.trace._marks import LOSS, marked
 from shardopt.trace._parts import Trace, inlined, trace_of
 

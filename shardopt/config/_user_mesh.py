@@ -12,8 +12,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardopt.config._axes import TABLE
-from shardopt.core._errors import quoted, type_error, value_error
-from shardopt.core._types import PyTree, Rule, Rules, is_array_like
+from shardopt.core import PyTree, Rule, Rules, is_array_like, quoted, type_error, value_error
 from shardopt.mesh import AXES, on_mesh, size_along, spec_axes
 from shardopt.partition._rules import check_rules
 

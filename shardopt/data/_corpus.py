@@ -12,8 +12,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, error_text, format_error, type_error, value_error
+from shardopt.core import calling, check_count, error_text, format_error, type_error, value_error
 from shardopt.core._extras import require
 
 if TYPE_CHECKING:

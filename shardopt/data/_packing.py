@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, format_error
+from shardopt.core import calling, check_count, format_error
 from shardopt.core._extras import require
 from shardopt.data._corpus import Batch, Corpus, Documents
 

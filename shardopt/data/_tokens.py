@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shardopt.core._errors import calling, plural, value_error
+from shardopt.core import calling, plural, value_error
 from shardopt.data._corpus import Batch
 
 

@@ -5,9 +5,8 @@ from typing import NamedTuple
 import jax
 
 from shardopt.config._layout import make_layout
-from shardopt.core._errors import NotSeparableError, calling, format_error
+from shardopt.core import NotSeparableError, PyTree, TrainState, abstract, calling, format_error
 from shardopt.core._tracebacks import api_boundary
-from shardopt.core._types import PyTree, TrainState, abstract
 from shardopt.diagnose._difference import Difference, largest
 from shardopt.diagnose._pieces import checked_batch
 from shardopt.diagnose._whole_steps import Comparison, batches_of, values_of, with_gradients

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from shardopt.core._types import PyTree, is_key, leaves_with_paths
+from shardopt.core import PyTree, is_key, leaves_with_paths
 from shardopt.diagnose._pieces import values_on_host
 
 ROUNDINGS = 16

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.config._layout import make_layout
-from shardopt.core._errors import calling
+from shardopt.core import PyTree, TrainState, abstract, calling, leaves_with_paths
 from shardopt.core._tracebacks import api_boundary
-from shardopt.core._types import PyTree, TrainState, abstract, leaves_with_paths
 from shardopt.diagnose._finding import MOST_ROWS, QUOTIENT, NonFinite, finding_of
 from shardopt.diagnose._origin import first_origin, quick_compilation
 from shardopt.diagnose._piece_loss import PieceLoss

@@ -12,16 +12,7 @@ import optax
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._transformation import ExtraArgs, call_update
-from shardopt.core._types import (
-    Max,
-    Min,
-    PyTree,
-    Sum,
-    Updated,
-    Weighted,
-    is_floating,
-    leaves_with_paths,
-)
+from shardopt.core import Max, Min, PyTree, Sum, Updated, Weighted, is_floating, leaves_with_paths
 from shardopt.diagnose._piece_loss import PieceLoss
 from shardopt.mesh import without_mesh
 from shardopt.transforms._skip_anomalies import unless_skipped

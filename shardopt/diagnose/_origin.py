@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from shardopt.core._types import is_inexact, is_key
+from shardopt.core import is_inexact, is_key
 from shardopt.trace._jaxprs import CHECKPOINTS, constants_of, jaxpr_params, open_jaxpr
 from shardopt.trace._parts import Trace, inputs_of, part_of
 from shardopt.trace._walk import Equations, Walk, scan_parts, while_parts

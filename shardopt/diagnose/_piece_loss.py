@@ -9,11 +9,10 @@ import numpy as np
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
+from shardopt.core import PyTree, error_text
 from shardopt.core._block_model import as_block_model, call, run_blocks
-from shardopt.core._errors import error_text
 from shardopt.core._loss_parts import LossParts
 from shardopt.core._trace_context import RowContext
-from shardopt.core._types import PyTree
 from shardopt.diagnose._pieces import Piece
 from shardopt.losses._batch_dims import map_rows, num_rows
 from shardopt.losses._metrics import value_of

@@ -9,9 +9,8 @@ import numpy as np
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
+from shardopt.core import PyTree, TrainState, is_key, value_error
 from shardopt.core._block_model import takes_rng
-from shardopt.core._errors import value_error
-from shardopt.core._types import PyTree, TrainState, is_key
 from shardopt.losses._batch_dims import num_rows, row_counts
 from shardopt.losses._global_view import num_micro_batches
 from shardopt.losses._loss import step_key

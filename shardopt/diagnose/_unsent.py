@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardopt.config._layout import Layout
+from shardopt.core import PyTree
 from shardopt.core._reducer import Reducer
-from shardopt.core._types import PyTree
 from shardopt.diagnose._difference import Difference, as_numbers, compare
 from shardopt.diagnose._pieces import values_on_host
 from shardopt.partition import LeafPlan

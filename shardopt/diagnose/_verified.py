@@ -20,9 +20,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.config._user_mesh import put_on_auto_axes
+from shardopt.core import PyTree, TrainState, value_error
 from shardopt.core._checksum import checksum, joined
-from shardopt.core._errors import value_error
-from shardopt.core._types import PyTree, TrainState
 from shardopt.losses._metrics import values
 from shardopt.mesh import spec_axes, without_mesh
 from shardopt.step._cache import LayoutCache

@@ -10,8 +10,8 @@ import numpy as np
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
+from shardopt.core import PyTree, TrainState, leaves_with_paths
 from shardopt.core._block_model import LossFn, as_block_model, takes_rng
-from shardopt.core._types import PyTree, TrainState, leaves_with_paths
 from shardopt.diagnose._difference import (
     Difference,
     as_numbers,

@@ -4,7 +4,7 @@ import warnings
 
 from jax.stages import Compiled, Lowered
 
-from shardopt.core._errors import WrongProgramError, error_text
+from shardopt.core import WrongProgramError, error_text
 from shardopt.hlo.proof import prove
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shardopt.core._errors import format_error
+from shardopt.core import format_error
 
 cached = functools.lru_cache(maxsize=2**12)
 """A cache of the last results of a function. It is bounded, so that a process may prove many

@@ -13,9 +13,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.stages import Compiled, Lowered
 
-from shardopt.core._errors import calling, format_error, type_error, value_error
+from shardopt.core import PyTree, calling, format_error, leaves_with_paths, type_error, value_error
 from shardopt.core._tracebacks import api_boundary
-from shardopt.core._types import PyTree, leaves_with_paths
 from shardopt.hlo._collective import Collective, read_collective
 from shardopt.hlo._hlo_text import (
     Instruction,

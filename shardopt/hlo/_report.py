@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 
 from jax.sharding import Sharding
 
-from shardopt.core._errors import format_error, plural, quoted
+from shardopt.core import format_error, plural, quoted
 from shardopt.core._tables import aligned, name_end
 from shardopt.hlo._collective import Collective
 from shardopt.hlo.proof import Proof, prove

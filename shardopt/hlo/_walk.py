@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from shardopt.core._errors import value_error
+from shardopt.core import value_error
 from shardopt.hlo._hlo_text import Instruction, Module, attributes, operands, root_of
 from shardopt.trace._marks import ONE_TURN
 

@@ -7,10 +7,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from shardopt.core import (
+    PyTree,
+    Rule,
+    Updated,
+    Weighted,
+    calling,
+    is_key,
+    leaves_with_paths,
+    type_error,
+    value_error,
+)
 from shardopt.core._block_model import LossFn, call
-from shardopt.core._errors import calling, type_error, value_error
 from shardopt.core._extras import require
-from shardopt.core._types import PyTree, Rule, Updated, Weighted, is_key, leaves_with_paths
 
 CALLER = "interop.nnx"
 

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from shardopt.core._types import PyTree, wide_dtype
+from shardopt.core import PyTree, wide_dtype
 
 NAME = "attention"
 """The `checkpoint_name` of the mixed values, and of the logarithm of the softmax sum."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from shardopt.core._types import wide_dtype
+from shardopt.core import wide_dtype
 from shardopt.mesh import device_kind_or_default
 from shardopt.trace._marks import GROUPED_PRODUCT, marked
 

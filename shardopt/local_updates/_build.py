@@ -5,8 +5,7 @@ import optax
 from shardopt.config._check import check_optimizer
 from shardopt.config._recipe import Recipe
 from shardopt.config._sync import SyncConfig
-from shardopt.core._arguments import check_count, check_is_number
-from shardopt.core._errors import calling, type_error, value_error
+from shardopt.core import calling, check_count, check_is_number, type_error, value_error
 from shardopt.core._reducer import check_reducer
 from shardopt.core._tracebacks import api_boundary
 from shardopt.local_updates._step import compile_local_step

@@ -12,7 +12,7 @@ from shardopt.collectives import all_reduce, per_device
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.config._transformation import check_updates
-from shardopt.core._types import PyTree, is_inexact, widened
+from shardopt.core import PyTree, is_inexact, widened
 from shardopt.local_updates._state import (
     REPLICA,
     Fragment,

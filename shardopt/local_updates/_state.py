@@ -15,7 +15,7 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._sync import SyncConfig
 from shardopt.config._transformation import refuse_unsupported
-from shardopt.core._types import PyTree, TrainState
+from shardopt.core import PyTree, TrainState
 from shardopt.partition import LeafPlan, shard_axes, state_specs
 from shardopt.step._compressed import (
     CompressedOptState,

@@ -15,9 +15,8 @@ from jax.sharding import PartitionSpec
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.config._sync import SyncConfig
-from shardopt.core._errors import format_error
+from shardopt.core import Max, Metric, Min, PyTree, Sum, TrainState, format_error
 from shardopt.core._loss_parts import Gradients
-from shardopt.core._types import Max, Metric, Min, PyTree, Sum, TrainState
 from shardopt.local_updates._outer_step import (
     Leaves,
     OuterStep,

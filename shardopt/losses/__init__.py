@@ -5,7 +5,7 @@ A loss returns `Weighted`, and metrics with a rule of their own. It reads the wh
 `gather_batch`, `batch_mean` and `batch_sum`.
 """
 
-from shardopt.core._types import Max, Min, Sum, Updated, Weighted
+from shardopt.core import Max, Min, Sum, Updated, Weighted
 from shardopt.losses._rows import batch_mean, batch_sum, gather_batch
 
 __all__ = [

@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._options import BatchDims, LeafDims
-from shardopt.core._errors import format_error, plural
-from shardopt.core._types import PyTree, leaves_with_paths, path_text
+from shardopt.core import PyTree, format_error, leaves_with_paths, path_text, plural
 from shardopt.mesh import size_along
 
 FIX_ROWS = (

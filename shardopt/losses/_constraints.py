@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardopt.config._config import StrategyConfig
-from shardopt.core._types import PyTree, is_inexact
+from shardopt.core import PyTree, is_inexact
 from shardopt.losses._batch_dims import cut_batch, leaf_spec, num_rows, sequence_lengths
 from shardopt.partition import LeafPlan
 from shardopt.trace._marks import GATHERED

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from shardopt.config._config import StrategyConfig
-from shardopt.core._errors import format_error
+from shardopt.core import format_error
 
 _UNBOUND = re.compile(r"unbound axis name:? \W*(\w+)")
 _MANUAL = re.compile(r"can only refer to Auto axes|contains a manual axes")

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._slots import LossFunction, StepInputs
+from shardopt.core import PyTree, abstract, format_error, leaves_with_paths
 from shardopt.core._block_model import abstract_key
-from shardopt.core._errors import format_error
 from shardopt.core._loss_parts import Gradients, LossParts
-from shardopt.core._types import PyTree, abstract, leaves_with_paths
 from shardopt.losses._batch_dims import FIX_ROWS, num_rows, row_counts, row_dim, shown_leaves
 from shardopt.losses._constraints import cut_by_replica, cut_rows, moved, shard_grads
 from shardopt.losses._loss import loss_of_rows, step_key

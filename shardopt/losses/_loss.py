@@ -17,6 +17,7 @@ from shardopt.collectives import SMALL_BUCKET_BYTES, LeafWire, all_gather
 from shardopt.collectives._column_table import ColumnTable, TableForm
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
+from shardopt.core import PyTree, is_inexact, is_key, replaced
 from shardopt.core._block_model import (
     BLOCKS,
     BlockModel,
@@ -28,7 +29,6 @@ from shardopt.core._block_model import (
     takes_rng,
 )
 from shardopt.core._loss_parts import LossParts
-from shardopt.core._types import PyTree, is_inexact, is_key, replaced
 from shardopt.losses._batch_dims import num_rows
 from shardopt.losses._constraints import gather_leaves, shard_activations
 from shardopt.losses._explain import explained

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardopt.core import Max, Metric, Min, Sum, Weighted, is_floating, is_inexact
 from shardopt.core._loss_parts import value_of
-from shardopt.core._types import Max, Metric, Min, Sum, Weighted, is_floating, is_inexact
 
 
 def combined(

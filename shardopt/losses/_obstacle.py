@@ -9,9 +9,15 @@ import jax
 from shardopt.collectives._per_device import TENSOR
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
+from shardopt.core import (
+    NotSeparableError,
+    PyTree,
+    abstract,
+    format_error,
+    leaves_with_paths,
+    plural,
+)
 from shardopt.core._block_model import abstract_key, call
-from shardopt.core._errors import NotSeparableError, format_error, plural
-from shardopt.core._types import PyTree, abstract, leaves_with_paths
 from shardopt.losses._batch_dims import num_rows, resized, row_dim, sequence_dim
 from shardopt.losses._explain import explained
 from shardopt.losses._operation_text import operation_line, operation_name

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from shardopt.core._errors import calling, format_error, plural, type_error, value_error
-from shardopt.core._loss_parts import LossParts
-from shardopt.core._types import (
+from shardopt.core import (
     Max,
     Metric,
     Min,
@@ -16,12 +14,18 @@ from shardopt.core._types import (
     Sum,
     Updated,
     Weighted,
+    calling,
+    format_error,
     is_array_like,
     is_inexact,
     leaves_with_paths,
+    plural,
+    type_error,
+    value_error,
     wide_dtype,
     widened,
 )
+from shardopt.core._loss_parts import LossParts
 from shardopt.partition import LeafPlan
 
 RESERVED = ("loss", "grad_norm")

@@ -10,10 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from shardopt.config._options import BatchDims, check_batch_dims
-from shardopt.core._block_model import as_block_model, is_key_of_each_row, takes_rng
-from shardopt.core._errors import calling, plural, type_error, value_error
-from shardopt.core._trace_context import RowContext
-from shardopt.core._types import (
+from shardopt.core import (
     Loss,
     Max,
     Min,
@@ -21,11 +18,17 @@ from shardopt.core._types import (
     Sum,
     Updated,
     Weighted,
+    calling,
     is_inexact,
     leaves_with_paths,
     path_text,
+    plural,
+    type_error,
+    value_error,
     wide_dtype,
 )
+from shardopt.core._block_model import as_block_model, is_key_of_each_row, takes_rng
+from shardopt.core._trace_context import RowContext
 from shardopt.losses._batch_dims import row_dim_by_rules
 from shardopt.losses._parts import loss_parts
 from shardopt.losses._rows import with_rows

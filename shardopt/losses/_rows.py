@@ -15,10 +15,9 @@ import jax.numpy as jnp
 from jax._src.core import extend_axis_env_nd
 
 from shardopt.config._config import StrategyConfig
+from shardopt.core import PyTree, format_error, is_inexact, leaves_with_paths, wide_dtype
 from shardopt.core._block_model import LossFn, as_block_model
-from shardopt.core._errors import format_error
 from shardopt.core._trace_context import RowContext, trace_context, within_trace
-from shardopt.core._types import PyTree, is_inexact, leaves_with_paths, wide_dtype
 from shardopt.mesh import mesh_under_trace
 
 

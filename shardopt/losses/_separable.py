@@ -18,10 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src.custom_batching import custom_vmap_p
 
-from shardopt.core._block_model import LossFn, as_block_model, call
-from shardopt.core._errors import format_error
-from shardopt.core._trace_context import RowContext
-from shardopt.core._types import (
+from shardopt.core import (
     Loss,
     Max,
     Min,
@@ -29,9 +26,12 @@ from shardopt.core._types import (
     Sum,
     Updated,
     Weighted,
+    format_error,
     is_inexact,
     leaves_with_paths,
 )
+from shardopt.core._block_model import LossFn, as_block_model, call
+from shardopt.core._trace_context import RowContext
 from shardopt.losses._operation_text import operation_line, operation_name
 from shardopt.losses._parts import loss_parts
 from shardopt.losses._per_row import PerRow

@@ -11,9 +11,7 @@ from shardopt.collectives import BUCKET_BYTES, LeafWire, all_reduce, reduce_scat
 from shardopt.collectives._buckets import shards_of
 from shardopt.config._axes import AxisTable
 from shardopt.config._config import StrategyConfig, WireOptions
-from shardopt.core._loss_parts import LossParts
-from shardopt.core._rounding import Rounding
-from shardopt.core._types import (
+from shardopt.core import (
     Metric,
     PyTree,
     is_floating,
@@ -24,6 +22,8 @@ from shardopt.core._types import (
     wide_zeros,
     widened,
 )
+from shardopt.core._loss_parts import LossParts
+from shardopt.core._rounding import Rounding
 from shardopt.losses._batch_dims import cut_batch
 from shardopt.losses._metrics import adds_up, combined, extreme_over
 from shardopt.partition import LeafPlan

@@ -11,8 +11,7 @@ import jax
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
-from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree, abstract
+from shardopt.core import PyTree, abstract, format_error
 from shardopt.losses._batch_dims import FIX_ROWS, resized, row_counts, shown_leaves
 from shardopt.losses._obstacle import Obstacle, find_obstacle
 from shardopt.losses._per_row import PerRow

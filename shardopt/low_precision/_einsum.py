@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from shardopt.core._errors import format_error, plural
+from shardopt.core import format_error, plural, widened
 from shardopt.core._rounding import Precision
-from shardopt.core._types import widened
 from shardopt.low_precision._numbers import (
     as_bits,
     eight_bits,

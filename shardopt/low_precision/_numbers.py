@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int8
 
-from shardopt.core._errors import format_error
+from shardopt.core import format_error, widened
 from shardopt.core._rounding import Precision
-from shardopt.core._types import widened
 
 
 class Dtypes(NamedTuple):

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
-from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree
+from shardopt.core import PyTree, format_error
 from shardopt.low_precision._weight import RoundedWeight
 from shardopt.trace._marks import OPENED, value_name
 from shardopt.trace._primitives import IDENTITIES

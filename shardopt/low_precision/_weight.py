@@ -15,10 +15,9 @@ from jaxtyping import Array, Float, Int8, Shaped
 
 from shardopt.collectives._buckets import MeshAxes
 from shardopt.collectives._wire import Encoded
-from shardopt.core._errors import format_error
+from shardopt.core import format_error, wide_dtype
 from shardopt.core._rounding import Rounding
 from shardopt.core._stand_in import StandIn
-from shardopt.core._types import wide_dtype
 from shardopt.low_precision._numbers import (
     as_bits,
     eight_bits,

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax.extend.core as jex
 
 from shardopt.config._layout import Layout
-from shardopt.core._types import in_averages
+from shardopt.core import in_averages
 from shardopt.matrices._owners import is_moved
 from shardopt.partition import LeafPlan
 from shardopt.trace._jaxprs import shape_of

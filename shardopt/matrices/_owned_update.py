@@ -14,7 +14,7 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._transformation import ExtraArgs, call_update
 from shardopt.config._update_trace import opaque, trace_of_update, trace_update
-from shardopt.core._types import PyTree, abstract, with_leaves
+from shardopt.core import PyTree, abstract, with_leaves
 from shardopt.matrices._owned_sides import Sides, plan_sides
 from shardopt.matrices._owned_stage import run_stage, stage_bytes
 from shardopt.matrices._owned_tasks import (

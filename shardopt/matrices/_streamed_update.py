@@ -14,7 +14,7 @@ from shardopt.config._layout import Layout, shardings
 from shardopt.config._offload import HOST, to_device
 from shardopt.config._slots import OptimizerUpdate
 from shardopt.config._transformation import ExtraArgs
-from shardopt.core._types import PyTree, abstract, with_leaves
+from shardopt.core import PyTree, abstract, with_leaves
 from shardopt.matrices._blockwise import block_dim, is_blockwise, match_variables
 from shardopt.matrices._owned_tasks import WHOLE
 from shardopt.matrices._owned_update import evaluate, retrace

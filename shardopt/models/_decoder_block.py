@@ -16,8 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from shardopt import nn
+from shardopt.core import wide_dtype
 from shardopt.core._rounding import Precision, Rounding
-from shardopt.core._types import wide_dtype
 from shardopt.mesh import is_analysed
 from shardopt.models import _layers as layers
 from shardopt.models._decoder_config import ACTIVATIONS, DecoderConfig

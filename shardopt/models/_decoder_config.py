@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from shardopt.core._errors import format_error, plural
+from shardopt.core import format_error, plural
 from shardopt.core._rounding import Precision
 from shardopt.low_precision._numbers import check_precision
 from shardopt.models._latent_attention import LatentConfig

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core._errors import calling, value_error
+from shardopt.core import calling, value_error
 from shardopt.models._decoder_config import DecoderConfig
 from shardopt.models._families import FAMILIES
 from shardopt.models._fields import Fields

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardopt.core._errors import quoted, value_error
+from shardopt.core import quoted, value_error
 from shardopt.models._decoder_config import BlockKind
 from shardopt.models._rope import Rope
 from shardopt.trace._primitives import words

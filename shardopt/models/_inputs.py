@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from shardopt.core._errors import calling, format_error, type_error, value_error
-from shardopt.core._types import PyTree, Weighted
+from shardopt.core import PyTree, Weighted, calling, format_error, type_error, value_error
 from shardopt.nn._ids import IGNORED, as_int32
 
 Params = dict[str, PyTree]

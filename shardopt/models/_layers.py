@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
 from shardopt import nn
-from shardopt.core._types import is_floating
+from shardopt.core import is_floating
 from shardopt.low_precision._weight import RoundedWeight
 
 Tree = TypeVar("Tree")

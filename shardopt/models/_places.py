@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardopt.core._errors import value_error
+from shardopt.core import value_error
 from shardopt.models import decoder
 from shardopt.models._decoder_config import DecoderConfig
 from shardopt.models._family import Family

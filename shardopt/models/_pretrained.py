@@ -18,10 +18,19 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
 from shardopt.checkpoint._store import barrier
+from shardopt.core import (
+    PyTree,
+    Rule,
+    TrainState,
+    calling,
+    error_text,
+    leaves_with_paths,
+    plural,
+    value_error,
+    with_leaves,
+)
 from shardopt.core._block_model import BlockModel
 from shardopt.core._block_remat import Remat
-from shardopt.core._errors import calling, error_text, plural, value_error
-from shardopt.core._types import PyTree, Rule, TrainState, leaves_with_paths, with_leaves
 from shardopt.models import decoder
 from shardopt.models._decoder_config import DecoderConfig
 from shardopt.models._families import FAMILIES, UNFIT

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from shardopt.core._errors import format_error
+from shardopt.core import format_error
 
 Kind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 

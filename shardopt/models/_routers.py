@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from shardopt import nn
-from shardopt.core._types import PyTree, Updated, Weighted, wide_dtype
+from shardopt.core import PyTree, Updated, Weighted, wide_dtype
 from shardopt.losses._rows import batch_mean
 from shardopt.models._decoder_config import ExpertsConfig
 from shardopt.models._inputs import Params

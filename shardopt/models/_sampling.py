@@ -8,8 +8,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
-from shardopt.core._arguments import check_integer, check_is_number
-from shardopt.core._errors import calling, format_error, plural
+from shardopt.core import calling, check_integer, check_is_number, format_error, plural
 from shardopt.models import decoder
 from shardopt.models._decoder_block import KVCache, apply_cached_block
 from shardopt.models._decoder_config import DecoderConfig

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core._errors import error_text, value_error
-from shardopt.core._types import num_bytes
+from shardopt.core import error_text, num_bytes, value_error
 
 _DTYPES = {
     "F64": np.dtype(np.float64),

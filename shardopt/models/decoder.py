@@ -14,10 +14,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from shardopt import nn
+from shardopt.core import LeafRole, Loss, PyTree, format_error, leaves_with_paths, wide_dtype
 from shardopt.core._block_model import BlockModel
 from shardopt.core._block_remat import Remat
-from shardopt.core._errors import format_error
-from shardopt.core._types import LeafRole, Loss, PyTree, leaves_with_paths, wide_dtype
 from shardopt.kernels._flash import capped
 from shardopt.models import _layers as layers
 from shardopt.models._decoder_block import (

@@ -20,9 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from shardopt.collectives._per_device import TENSOR
-from shardopt.core._arguments import check_count, check_number
-from shardopt.core._errors import calling, value_error
-from shardopt.core._types import wide_dtype
+from shardopt.core import calling, check_count, check_number, value_error, wide_dtype
 from shardopt.kernels._devices import is_local
 from shardopt.kernels._flash import NAME, Marks, MaskRule, capped, factor_of_scores, sees
 from shardopt.kernels._pallas import LANES

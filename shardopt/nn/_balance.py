@@ -5,7 +5,7 @@ that change the choice.
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from shardopt.core._types import wide_dtype
+from shardopt.core import wide_dtype
 
 
 def load_balancing_loss(

@@ -9,9 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from shardopt.core._arguments import check_count, check_number
-from shardopt.core._errors import calling, type_error, value_error
-from shardopt.core._types import wide_dtype
+from shardopt.core import calling, check_count, check_number, type_error, value_error, wide_dtype
 from shardopt.kernels._flash import capped
 from shardopt.mesh import is_analysed
 from shardopt.nn._ids import IGNORED, as_int32, integers

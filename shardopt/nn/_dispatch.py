@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from shardopt.collectives._shards import all_to_all
-from shardopt.core._types import wide_dtype
+from shardopt.core import wide_dtype
 from shardopt.mesh import device_kind_or_default
 
 Axes = tuple[str, ...]

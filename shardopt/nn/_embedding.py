@@ -24,7 +24,7 @@ from shardopt.collectives import (
     shard_by_shard,
 )
 from shardopt.collectives._column_table import ColumnTable
-from shardopt.core._types import wide_dtype
+from shardopt.core import wide_dtype
 from shardopt.kernels._devices import is_local
 from shardopt.mesh import device_kind, is_analysed, mesh_under_trace, spec_axes
 from shardopt.nn._ids import as_int32, integers

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shardopt.core._errors import format_error
+from shardopt.core import format_error
 
 IGNORED = -100
 """The target that no loss counts, as in torch and transformers."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from shardopt.core._types import wide_dtype
+from shardopt.core import wide_dtype
 from shardopt.low_precision._weight import RoundedWeight
 from shardopt.optimizers import Matrix
 

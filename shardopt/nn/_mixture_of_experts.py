@@ -17,9 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from shardopt.collectives._per_device import TENSOR
-from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, type_error, value_error
-from shardopt.core._types import wide_dtype
+from shardopt.core import calling, check_count, type_error, value_error, wide_dtype
 from shardopt.kernels._grouped_product import grouped_product
 from shardopt.mesh import axes_of_role, is_analysed, mesh_under_trace, not_manual_axes, size_along
 from shardopt.nn._dispatch import combine, plan_exchange, send, sorted_by_expert, spread

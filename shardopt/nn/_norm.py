@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from shardopt.core._types import widened
+from shardopt.core import widened
 from shardopt.kernels._devices import on_tensor_shards
 from shardopt.kernels._norm import gradient_of_norm, inverse_rms, rsqrt_of_mean_square, takes_norm
 from shardopt.nn._quantized_einsum import add_bias

@@ -12,9 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, value_error
-from shardopt.core._types import PyTree, leaves_with_paths
+from shardopt.core import PyTree, calling, check_count, leaves_with_paths, value_error
 from shardopt.mesh import is_analysed, manual_context_axes
 from shardopt.trace._marks import POSITIONS, marked
 

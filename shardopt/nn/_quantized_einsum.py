@@ -6,9 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from shardopt.core._errors import format_error, plural
+from shardopt.core import format_error, is_floating, plural
 from shardopt.core._rounding import Precision
-from shardopt.core._types import is_floating
 from shardopt.low_precision._einsum import opened, parse_subscripts, product_in_8_bits
 from shardopt.low_precision._numbers import check_precision
 from shardopt.low_precision._weight import RoundedWeight

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from shardopt.core._types import PyTree
+from shardopt.core import PyTree
 from shardopt.kernels import _splash as splash
 from shardopt.kernels._flash import (
     Keys,

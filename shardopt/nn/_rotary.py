@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from shardopt.core._types import wide_dtype
+from shardopt.core import wide_dtype
 from shardopt.kernels._devices import on_tensor_shards
 from shardopt.kernels._flash import factor_of_scores
 from shardopt.kernels._rotary import rotate_halves, takes_rotation

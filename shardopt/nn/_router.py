@@ -11,9 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from shardopt.core._arguments import check_count
-from shardopt.core._errors import value_error
-from shardopt.core._types import wide_dtype
+from shardopt.core import check_count, value_error, wide_dtype
 
 Score = Literal["softmax", "sigmoid"]
 NAME = "router"

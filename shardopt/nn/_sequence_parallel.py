@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from shardopt.collectives._per_device import TENSOR, constrain_tensor
-from shardopt.core._errors import format_error
+from shardopt.core import format_error
 from shardopt.kernels._devices import num_shards
 from shardopt.mesh import device_kind_or_default, is_analysed, mesh_under_trace
 

@@ -5,7 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 
-from shardopt.core._types import PyTree, path_text
+from shardopt.core import PyTree, path_text
 
 # not the paths of a list or dict of blocks, which are numbered
 _STACKED = r"(^|/)(first_)?blocks(/(?!\d+(/|$))|$)"

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import jax
 import optax
 
-from shardopt.core._errors import plural, type_error, value_error
-from shardopt.core._types import PyTree, leaves_with_paths
+from shardopt.core import PyTree, leaves_with_paths, plural, type_error, value_error
 
 Dims = int | tuple[int, ...]
 

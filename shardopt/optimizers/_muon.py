@@ -7,8 +7,7 @@ from collections.abc import Callable
 import jax
 import optax
 
-from shardopt.core._errors import calling
-from shardopt.core._types import PyTree
+from shardopt.core import PyTree, calling
 from shardopt.optimizers._matrices import Matrices, check_matrices, match_matrices
 
 

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardopt.core._arguments import check_count, check_number
-from shardopt.core._errors import calling
-from shardopt.core._types import PyTree, TreeDef, wide_dtype
+from shardopt.core import PyTree, TreeDef, calling, check_count, check_number, wide_dtype
 from shardopt.optimizers._matrices import Matrices, Matrix, check_matrices, match_matrices
 
 Number = float | jax.Array

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardopt.core._errors import calling
-from shardopt.core._types import PyTree, wide_zeros, widened
+from shardopt.core import PyTree, calling, wide_zeros, widened
 from shardopt.optimizers import _sides as sides
 from shardopt.optimizers._matrices import Matrices
 from shardopt.optimizers._sides import Number, Pair, Side

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from shardopt.config._transformation import check_updates, refuse_unsupported
-from shardopt.core._types import Metric, PyTree, Weighted, wide_dtype
+from shardopt.core import Metric, PyTree, Weighted, wide_dtype
 from shardopt.losses._metrics import combined, of_rows, value_of
 from shardopt.parameter_server._updates import Update, check_update, replace_trained, trained
 from shardopt.parameter_server.rules import StalenessRule

@@ -9,9 +9,16 @@ import numpy as np
 import optax
 
 from shardopt.config._check import check_optimizer
-from shardopt.core._arguments import check_count, is_integer
-from shardopt.core._errors import calling, type_error, value_error
-from shardopt.core._types import Devices, PyTree, TrainState
+from shardopt.core import (
+    Devices,
+    PyTree,
+    TrainState,
+    calling,
+    check_count,
+    is_integer,
+    type_error,
+    value_error,
+)
 from shardopt.parameter_server._async_sgd import check_not_shared
 from shardopt.parameter_server._clock import check_max_staleness
 from shardopt.parameter_server._islands import Island, Islands, copy_params

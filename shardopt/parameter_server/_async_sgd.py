@@ -8,9 +8,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from shardopt.core._arguments import check_count, is_integer
+from shardopt.core import calling, check_count, is_integer, type_error, value_error
 from shardopt.core._block_model import LossFn
-from shardopt.core._errors import calling, type_error, value_error
 from shardopt.mesh import data_axes, make_mesh
 from shardopt.parameter_server._clock import check_max_staleness
 from shardopt.parameter_server._optimizer import AsyncOptimizer, check_backend

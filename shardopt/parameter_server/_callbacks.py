@@ -10,11 +10,17 @@ import jax
 import numpy as np
 
 from shardopt.checkpoint._checkpoints import Checkpoints, check_may_resume
+from shardopt.core import (
+    PyTree,
+    calling,
+    check_count,
+    check_flag,
+    format_error,
+    type_error,
+    value_error,
+)
 from shardopt.core import _early_stopping as stopping
-from shardopt.core._arguments import check_count, check_flag
 from shardopt.core._early_stopping import EarlyStopping, StoppingState
-from shardopt.core._errors import calling, format_error, type_error, value_error
-from shardopt.core._types import PyTree
 from shardopt.parameter_server._coordinator import Coordinator, Milestone, SavePolicy
 from shardopt.parameter_server._run import AsyncRun, RunSnapshot, load_snapshot, restore_run
 from shardopt.parameter_server._server import ParameterServer

@@ -5,8 +5,15 @@ the next step.
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shardopt.core._arguments import check_count, is_integer
-from shardopt.core._errors import calling, format_error, plural, type_error, value_error
+from shardopt.core import (
+    calling,
+    check_count,
+    format_error,
+    is_integer,
+    plural,
+    type_error,
+    value_error,
+)
 
 CALLER = "parameter_server"
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from shardopt.core._types import PyTree
+from shardopt.core import PyTree
 from shardopt.parameter_server._run import AsyncRun, Availability, RunSnapshot, take_snapshot
 from shardopt.parameter_server._updates import Update
 from shardopt.parameter_server._views import Status

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardopt.core._errors import format_error
-from shardopt.core._types import (
+from shardopt.core import (
     Metric,
     PyTree,
     TrainState,
     Weighted,
+    format_error,
     is_inexact,
     leaves_with_paths,
     wide_dtype,

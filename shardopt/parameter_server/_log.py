@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from shardopt.core._errors import calling, value_error
+from shardopt.core import calling, value_error
 from shardopt.parameter_server._views import Segment, summarize, timeline
 from shardopt.runtime._files import write_atomic
 

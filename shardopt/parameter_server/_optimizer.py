@@ -14,11 +14,18 @@ import optax
 from jax.sharding import Mesh
 
 from shardopt.checkpoint._checkpoints import Checkpoints
-from shardopt.core._arguments import check_count, check_number, is_integer
+from shardopt.core import (
+    PyTree,
+    calling,
+    check_count,
+    check_number,
+    format_error,
+    is_integer,
+    type_error,
+    value_error,
+)
 from shardopt.core._early_stopping import EarlyStopping
-from shardopt.core._errors import calling, format_error, type_error, value_error
 from shardopt.core._extras import is_installed
-from shardopt.core._types import PyTree
 from shardopt.parameter_server._callbacks import Callbacks, EvaluateParams
 from shardopt.parameter_server._log import Log
 from shardopt.parameter_server._run import (

@@ -23,7 +23,7 @@ from ray.actor import ActorHandle
 from ray.cloudpickle import cloudpickle
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 
-from shardopt.core._errors import format_error
+from shardopt.core import format_error
 from shardopt.parameter_server._callbacks import Callbacks
 from shardopt.parameter_server._coordinator import Coordinator, Milestone, WorkerTask
 from shardopt.parameter_server._log import Log

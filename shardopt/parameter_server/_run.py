@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.checkpoint._checkpoints import Checkpoints
-from shardopt.core._errors import CheckpointError, format_error
-from shardopt.core._types import PyTree, TrainState
+from shardopt.core import CheckpointError, PyTree, TrainState, format_error
 from shardopt.parameter_server._apply import copy_states
 from shardopt.parameter_server._clock import make_clock
 from shardopt.parameter_server._log import Event, Header, Log

@@ -10,8 +10,7 @@ import jax
 import optax
 
 from shardopt.config._check import check_optimizer
-from shardopt.core._errors import calling, format_error, type_error, value_error
-from shardopt.core._types import PyTree
+from shardopt.core import PyTree, calling, format_error, type_error, value_error
 from shardopt.parameter_server import _clock as clocks
 from shardopt.parameter_server._apply import Mathematics
 from shardopt.parameter_server._clock import Clock

@@ -11,10 +11,17 @@ import jax
 import numpy as np
 import optax
 
-from shardopt.core._arguments import check_count, check_number, is_integer, is_number
+from shardopt.core import (
+    PyTree,
+    calling,
+    check_count,
+    check_number,
+    is_integer,
+    is_number,
+    type_error,
+    value_error,
+)
 from shardopt.core._block_model import LossFn
-from shardopt.core._errors import calling, type_error, value_error
-from shardopt.core._types import PyTree
 from shardopt.mesh import make_mesh
 from shardopt.parameter_server._run import AsyncResult, AsyncRun, BatchesOf, WorkerCompute
 from shardopt.parameter_server._server import ServerSettings

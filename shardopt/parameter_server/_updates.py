@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core._errors import plural, type_error, value_error
-from shardopt.core._types import (
+from shardopt.core import (
     Metric,
     PyTree,
     TrainState,
@@ -22,6 +21,9 @@ from shardopt.core._types import (
     is_inexact,
     is_key,
     leaves_with_paths,
+    plural,
+    type_error,
+    value_error,
     wide_dtype,
 )
 

@@ -16,11 +16,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardopt.config._check import check_config
 from shardopt.config._config import DDP, StrategyConfig, configure
+from shardopt.core import (
+    NotSeparableError,
+    PyTree,
+    abstract,
+    calling,
+    format_error,
+    is_key,
+    leaves_with_paths,
+    type_error,
+)
 from shardopt.core._block_model import LossFn, abstract_key, as_block_model, call, run_blocks
-from shardopt.core._errors import NotSeparableError, calling, format_error, type_error
 from shardopt.core._loss_parts import LossParts
 from shardopt.core._reducer import check_reducer
-from shardopt.core._types import PyTree, abstract, is_key, leaves_with_paths
 from shardopt.losses._batch_dims import num_rows, resized, row_counts, row_dim
 from shardopt.losses._loss import step_key
 from shardopt.losses._parts import loss_parts

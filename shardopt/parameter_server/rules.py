@@ -8,9 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from shardopt.core._arguments import check_count, check_number
-from shardopt.core._errors import calling, value_error
-from shardopt.core._types import PyTree, wide_zeros
+from shardopt.core import PyTree, calling, check_count, check_number, value_error, wide_zeros
 
 __all__ = [
     "StalenessRule",

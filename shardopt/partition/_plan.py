@@ -13,16 +13,17 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import KeyPath
 
-from shardopt.core._block_model import BLOCKS
-from shardopt.core._errors import plural, value_error
-from shardopt.core._types import (
+from shardopt.core import (
     PyTree,
     Rules,
     in_averages,
     is_inexact,
     leaves_with_paths,
+    plural,
+    value_error,
     with_leaves,
 )
+from shardopt.core._block_model import BLOCKS
 from shardopt.mesh import size_along, spec_axes
 from shardopt.partition._rules import match_rules, matches, patterns_of
 

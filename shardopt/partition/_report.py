@@ -8,8 +8,8 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from shardopt.core import PyTree, TrainState, leaves_with_paths, num_bytes
 from shardopt.core._tables import aligned
-from shardopt.core._types import PyTree, TrainState, leaves_with_paths, num_bytes
 from shardopt.mesh import size_along, spec_axes
 from shardopt.partition._plan import LeafPlan, data_dim, shard_axes
 

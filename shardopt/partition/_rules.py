@@ -5,8 +5,18 @@ from collections.abc import Iterable, Sequence
 
 from jax.sharding import PartitionSpec
 
-from shardopt.core._errors import calling, plural, quoted, type_error, value_error
-from shardopt.core._types import LeafRole, PlaceLeaf, PyTree, Rules, leaves_with_paths
+from shardopt.core import (
+    LeafRole,
+    PlaceLeaf,
+    PyTree,
+    Rules,
+    calling,
+    leaves_with_paths,
+    plural,
+    quoted,
+    type_error,
+    value_error,
+)
 from shardopt.mesh import spec_axes
 
 KINDS = ("frozen", "experts", "if_divisible")

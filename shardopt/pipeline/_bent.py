@@ -5,7 +5,7 @@ the first and last blocks.
 from collections import Counter
 from collections.abc import Iterator
 
-from shardopt.core._errors import calling
+from shardopt.core import calling
 from shardopt.pipeline._check import check_sizes
 from shardopt.pipeline._construct import from_order
 from shardopt.pipeline._schedule import Schedule

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shardopt.core._arguments import is_integer
-from shardopt.core._errors import plural, type_error, value_error
+from shardopt.core import is_integer, plural, type_error, value_error
 from shardopt.pipeline._ticks import Ticks, lifetimes
 
 _MAX_CELLS = 2**20

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shardopt.core._errors import calling, plural, type_error, value_error
+from shardopt.core import calling, plural, type_error, value_error
 from shardopt.pipeline._check import check_cells, check_sizes
 from shardopt.pipeline._schedule import Schedule
 from shardopt.pipeline._ticks import LETTERS, Ticks, as_table, input_pass_of

@@ -4,8 +4,7 @@ the user says.
 
 from collections.abc import Sequence
 
-from shardopt.core._arguments import check_number, is_integer
-from shardopt.core._errors import calling, plural, type_error, value_error
+from shardopt.core import calling, check_number, is_integer, plural, type_error, value_error
 from shardopt.partition._counts import Counts
 from shardopt.pipeline._check import check_sizes
 from shardopt.pipeline._schedule import Schedule

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardopt.collectives import constrain_tensor
-from shardopt.core._types import PyTree
+from shardopt.core import PyTree
 from shardopt.partition._counts import Counts
 from shardopt.pipeline import _messages as messages
 from shardopt.pipeline._messages import (

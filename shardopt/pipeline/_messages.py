@@ -13,7 +13,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
 from shardopt.collectives import shard_by_shard
-from shardopt.core._types import PyTree
+from shardopt.core import PyTree
 from shardopt.pipeline._schedule import Schedule
 from shardopt.trace._parts import Arrays
 

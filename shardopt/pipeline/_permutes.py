@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from shardopt.core._errors import value_error
+from shardopt.core import value_error
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) [^\n]*\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _CALLEES = re.compile(

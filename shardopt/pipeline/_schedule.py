@@ -8,7 +8,7 @@ from typing import Unpack
 
 import numpy as np
 
-from shardopt.core._errors import calling, plural
+from shardopt.core import calling, plural
 from shardopt.core._tables import aligned
 from shardopt.pipeline import _timing as timing
 from shardopt.pipeline._check import check

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core._types import PyTree, wide_dtype, wide_zeros
+from shardopt.core import PyTree, wide_dtype, wide_zeros
 from shardopt.partition._counts import Counts, is_even
 from shardopt.pipeline._cut import first_blocks
 from shardopt.pipeline._messages import (

@@ -8,8 +8,7 @@ from typing import Literal, NamedTuple, TypedDict
 
 import numpy as np
 
-from shardopt.core._arguments import is_number
-from shardopt.core._errors import plural, type_error, value_error
+from shardopt.core import is_number, plural, type_error, value_error
 from shardopt.pipeline._ticks import LETTERS, Ticks, input_pass_of
 
 Times = float | Sequence[float]

@@ -4,7 +4,7 @@ from collections import deque
 
 import numpy as np
 
-from shardopt.core._errors import calling
+from shardopt.core import calling
 from shardopt.pipeline._check import check_groups, check_sizes
 from shardopt.pipeline._construct import from_order, from_ticks
 from shardopt.pipeline._orders import lockstep_ticks, stage_order

@@ -6,7 +6,7 @@ from typing import overload
 
 import numpy as np
 
-from shardopt.core._errors import calling
+from shardopt.core import calling
 from shardopt.pipeline._bent import dual_pipe_v, zero_bubble_v
 from shardopt.pipeline._check import check_groups, check_sizes
 from shardopt.pipeline._construct import from_order, from_ticks

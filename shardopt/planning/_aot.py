@@ -12,9 +12,16 @@ import jax
 from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
-from shardopt.core._errors import calling, error_text, type_error, value_error
+from shardopt.core import (
+    PyTree,
+    abstract,
+    calling,
+    error_text,
+    is_array_like,
+    type_error,
+    value_error,
+)
 from shardopt.core._extras import version_of
-from shardopt.core._types import PyTree, abstract, is_array_like
 from shardopt.hlo._program import (
     Memory,
     argument_padding,

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from shardopt.core._errors import type_error, value_error
+from shardopt.core import type_error, value_error
 
 _ALL = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute")
 

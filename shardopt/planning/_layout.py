@@ -20,9 +20,8 @@ from shardopt.config._config import (
     Placement,
     default_min_shard_elements,
 )
+from shardopt.core import PyTree, Rules, calling
 from shardopt.core._block_model import BLOCKS
-from shardopt.core._errors import calling
-from shardopt.core._types import PyTree, Rules
 from shardopt.low_precision._weight import wire_form
 from shardopt.mesh import size_along, spec_axes
 from shardopt.partition import (

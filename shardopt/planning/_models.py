@@ -14,10 +14,17 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from shardopt.core._arguments import check_count
+from shardopt.core import (
+    LeafRole,
+    PyTree,
+    Rules,
+    calling,
+    check_count,
+    leaves_with_paths,
+    type_error,
+    value_error,
+)
 from shardopt.core._block_model import BlockModel
-from shardopt.core._errors import calling, type_error, value_error
-from shardopt.core._types import LeafRole, PyTree, Rules, leaves_with_paths
 from shardopt.planning._workload import (
     AttentionSizes,
     Bytes,

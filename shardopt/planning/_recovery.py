@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardopt.core._arguments import check_count, check_number
-from shardopt.core._errors import calling, plural, type_error, value_error
+from shardopt.core import calling, check_count, check_number, plural, type_error, value_error
 
 
 @dataclass(frozen=True, kw_only=True)

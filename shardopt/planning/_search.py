@@ -12,10 +12,18 @@ import optax
 from jax.typing import DTypeLike
 
 from shardopt.config._config import PLACEMENTS
-from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, error_text, format_error, plural, quoted, value_error
+from shardopt.core import (
+    PyTree,
+    Rules,
+    calling,
+    check_count,
+    error_text,
+    format_error,
+    plural,
+    quoted,
+    value_error,
+)
 from shardopt.core._tables import aligned
-from shardopt.core._types import PyTree, Rules
 from shardopt.pipeline import schedules as known_schedules
 from shardopt.pipeline._kinds import KINDS, ScheduleKind
 from shardopt.planning._costs import (

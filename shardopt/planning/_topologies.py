@@ -8,10 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, plural, type_error, value_error
+from shardopt.core import Devices, calling, check_count, plural, type_error, value_error
 from shardopt.core._extras import is_installed, require
-from shardopt.core._types import Devices
 from shardopt.planning._hardware import HARDWARE, Hardware
 
 

@@ -14,19 +14,22 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from shardopt.core._block_model import BLOCKS, BlockModel, as_block_model, call
-from shardopt.core._block_remat import Named, read_remat
-from shardopt.core._errors import calling, plural, type_error, value_error
-from shardopt.core._rounding import Rounding
-from shardopt.core._types import (
+from shardopt.core import (
     PyTree,
     Rules,
     Weighted,
     abstract,
+    calling,
     is_inexact,
     leaves_with_paths,
+    plural,
+    type_error,
+    value_error,
     with_leaves,
 )
+from shardopt.core._block_model import BLOCKS, BlockModel, as_block_model, call
+from shardopt.core._block_remat import Named, read_remat
+from shardopt.core._rounding import Rounding
 from shardopt.mesh import analysis
 from shardopt.partition._rules import match_rules, matches, patterns_of
 from shardopt.remat._split_backward import split_backward

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardopt.core import PyTree, abstract, is_floating, plural, value_error
 from shardopt.core._axis import AxisName, axis_names, axis_size
-from shardopt.core._errors import plural, value_error
-from shardopt.core._types import PyTree, abstract, is_floating
 
 T = TypeVar("T")
 

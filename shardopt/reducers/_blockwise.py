@@ -9,11 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from shardopt.collectives._buckets import Bucket
-from shardopt.core._arguments import check_count
+from shardopt.core import PyTree, calling, check_count, value_error, wide_dtype
 from shardopt.core._axis import AxisName
-from shardopt.core._errors import calling, value_error
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
-from shardopt.core._types import PyTree, wide_dtype
 from shardopt.reducers._codec import Codec
 from shardopt.reducers._mean import (
     buckets_of,

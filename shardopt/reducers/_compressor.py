@@ -4,9 +4,8 @@ from typing import NamedTuple
 
 import jax
 
-from shardopt.core._errors import calling, value_error
+from shardopt.core import PyTree, abstract, calling, num_bytes, value_error, wide_dtype, wide_zeros
 from shardopt.core._reducer import MessageCodec, Reducer, check_reducer
-from shardopt.core._types import PyTree, abstract, num_bytes, wide_dtype, wide_zeros
 from shardopt.reducers._reducer import (
     check_leaves,
     keep_if_finite,

@@ -10,12 +10,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardopt.core._arguments import check_count
+from shardopt.core import (
+    PyTree,
+    abstract,
+    calling,
+    check_count,
+    format_error,
+    value_error,
+    wide_zeros,
+)
 from shardopt.core._axis import AxisName
 from shardopt.core._device_state import ErrorFeedback
-from shardopt.core._errors import calling, format_error, value_error
 from shardopt.core._reducer import Reducer, check_reducer
-from shardopt.core._types import PyTree, abstract, wide_zeros
 from shardopt.reducers._axis import agreeing_cond
 from shardopt.reducers._mean import exact
 from shardopt.reducers._reducer import check_leaves, keep_if_finite

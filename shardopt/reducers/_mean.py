@@ -27,11 +27,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from shardopt.collectives._buckets import Bucket, plan_buckets
+from shardopt.core import PyTree, calling, type_error, value_error, wide_dtype
 from shardopt.core._axis import AxisName
 from shardopt.core._axis import axis_size as size_of
-from shardopt.core._errors import calling, type_error, value_error
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
-from shardopt.core._types import PyTree, wide_dtype
 from shardopt.reducers._axis import (
     all_gather_kept,
     all_gather_packed,

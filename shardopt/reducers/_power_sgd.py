@@ -10,11 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core._arguments import check_count, check_is_number
+from shardopt.core import (
+    PyTree,
+    calling,
+    check_count,
+    check_is_number,
+    leaves_with_paths,
+    type_error,
+    value_error,
+    wide_dtype,
+)
 from shardopt.core._axis import AxisName
-from shardopt.core._errors import calling, type_error, value_error
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
-from shardopt.core._types import PyTree, leaves_with_paths, wide_dtype
 from shardopt.reducers._mean import mean_bytes, mean_of
 from shardopt.reducers._reducer import make_reducer, real_dtype, real_shape
 

@@ -6,19 +6,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core._arguments import check_count
-from shardopt.core._axis import AxisName, axis_size
-from shardopt.core._errors import calling, plural, type_error, value_error
-from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
-from shardopt.core._types import (
+from shardopt.core import (
     PyTree,
     abstract,
+    calling,
+    check_count,
     is_array_like,
     is_inexact,
     leaves_with_paths,
+    plural,
+    type_error,
+    value_error,
     wide_dtype,
     widened,
 )
+from shardopt.core._axis import AxisName, axis_size
+from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
 from shardopt.reducers._axis import check_not_summed
 
 

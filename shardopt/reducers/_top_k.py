@@ -8,12 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardopt.core._arguments import check_is_number
+from shardopt.core import PyTree, calling, check_is_number, value_error
 from shardopt.core._axis import AxisName
 from shardopt.core._axis import axis_size as size_of
-from shardopt.core._errors import calling, value_error
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
-from shardopt.core._types import PyTree
 from shardopt.reducers._axis import all_gather_packed
 from shardopt.reducers._reducer import make_reducer, real_dtype, real_shape
 

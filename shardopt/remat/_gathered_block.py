@@ -7,10 +7,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from shardopt.core import PyTree, format_error
 from shardopt.core._block_model import BlockModel, call_block
 from shardopt.core._block_remat import checkpointed
-from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree
 from shardopt.low_precision._reads import reading_in_products
 from shardopt.trace._parts import Arrays, Shapes
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from shardopt.core._types import abstract, replaced
+from shardopt.core import abstract, replaced
 from shardopt.remat._split_backward import Arrays, Passes, Shapes, floating, split_backward
 
 

@@ -12,7 +12,7 @@ import jax.core
 import jax.extend.core as jex
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardopt.core._types import abstract, is_inexact, replaced
+from shardopt.core import abstract, is_inexact, replaced
 from shardopt.trace._jaxprs import CHECKPOINTS, shape_of
 from shardopt.trace._parts import (
     Arrays,

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from shardopt.core._errors import error_text
+from shardopt.core import error_text
 from shardopt.runtime._progress import waiting
 
 _ANSWER_MILLISECONDS = 500

@@ -7,8 +7,7 @@ import sys
 import warnings
 from typing import Any, NamedTuple
 
-from shardopt.core._arguments import check_flag
-from shardopt.core._errors import value_error
+from shardopt.core import check_flag, value_error
 from shardopt.core._place import (
     ProcessPlace,
     is_ray_worker,

@@ -2,9 +2,7 @@
 
 import jax
 
-from shardopt.core._arguments import check_count
-from shardopt.core._errors import value_error
-from shardopt.core._types import Devices
+from shardopt.core import Devices, check_count, value_error
 from shardopt.runtime._processes import initialize, num_processes
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from shardopt.core._errors import format_error
+from shardopt.core import format_error
 from shardopt.core._extras import version_numbers, version_of
 from shardopt.runtime._stored_programs import ORDER_FLAG, mixes_collectives
 from shardopt.trace._jaxprs import called_jaxprs

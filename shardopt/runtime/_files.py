@@ -13,7 +13,7 @@ import time
 import warnings
 from pathlib import Path
 
-from shardopt.core._errors import CheckpointInUseError, format_error
+from shardopt.core import CheckpointInUseError, format_error
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -21,8 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TextIO
 
-from shardopt.core._arguments import check_count, check_number
-from shardopt.core._errors import CORRUPTED, calling, plural
+from shardopt.core import CORRUPTED, calling, check_count, check_number, plural
 from shardopt.runtime._agreement import process_text
 from shardopt.runtime._files import acquire_lock, release_lock
 from shardopt.runtime._processes import FailurePipe, failures, handled_signals

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardopt.core._errors import calling
+from shardopt.core import calling
 from shardopt.core._place import settle
 from shardopt.runtime import _progress as progress
 from shardopt.runtime._agreement import tell_end

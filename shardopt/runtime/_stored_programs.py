@@ -15,7 +15,7 @@ import jax
 from jax._src import xla_bridge
 from jax.experimental.compilation_cache import compilation_cache
 
-from shardopt.core._errors import format_error
+from shardopt.core import format_error
 from shardopt.core._extras import version_numbers, version_of
 from shardopt.runtime._processes import share_compiled_programs
 

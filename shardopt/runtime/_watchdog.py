@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from shardopt.core._errors import format_error
+from shardopt.core import format_error
 from shardopt.runtime import _progress as progress
 
 _WATCH = Path(__file__).with_name("_watch.py")

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from shardopt.config._user_mesh import on_auto_axes
-from shardopt.core._types import PyTree, is_key, with_leaves
+from shardopt.core import PyTree, is_key, with_leaves
 from shardopt.mesh import on_mesh, without_mesh
 from shardopt.step._inputs import copied
 

@@ -12,9 +12,16 @@ import optax
 from jax.sharding import Sharding
 
 from shardopt.config._user_mesh import on_auto_axes, on_auto_mesh
-from shardopt.core._errors import format_error, value_error
+from shardopt.core import (
+    PyTree,
+    TrainState,
+    format_error,
+    is_average,
+    leaves_with_paths,
+    value_error,
+    wide_dtype,
+)
 from shardopt.core._tracebacks import api_boundary
-from shardopt.core._types import PyTree, TrainState, is_average, leaves_with_paths, wide_dtype
 from shardopt.mesh import without_mesh
 from shardopt.runtime._turn import pass_stop_point
 from shardopt.step._optimizer import Metrics

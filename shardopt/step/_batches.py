@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree, path_text
+from shardopt.core import PyTree, format_error, path_text
 
 
 def as_arrays(caller: str, batch: PyTree) -> PyTree:

@@ -13,8 +13,8 @@ from shardopt.config._check import check_config
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._slots import StepSlots
+from shardopt.core import Metric, PyTree, TrainState
 from shardopt.core._tracebacks import api_boundary
-from shardopt.core._types import Metric, PyTree, TrainState
 from shardopt.losses._metrics import values
 from shardopt.losses._view import Views
 from shardopt.partition import Report

@@ -8,8 +8,7 @@ from jax.core import Tracer
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, make_layout
-from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree, TrainState, abstract
+from shardopt.core import PyTree, TrainState, abstract, format_error
 from shardopt.step._optimizer import Metrics
 
 _Compiled = TypeVar("_Compiled")

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AxisType
 
 from shardopt.config._config import StrategyConfig
-from shardopt.core._errors import format_error
+from shardopt.core import format_error
 
 
 def check_jit(caller: str) -> None:

@@ -5,7 +5,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-from shardopt.core._errors import plural, value_error
+from shardopt.core import plural, value_error
 from shardopt.runtime._agreement import groups, process_text
 
 _SPLIT = (

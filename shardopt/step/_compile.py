@@ -11,8 +11,7 @@ from jax.core import Tracer
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._user_mesh import abstract_on_auto_axes, put_on_auto_axes
-from shardopt.core._errors import calling
-from shardopt.core._types import PyTree, TreeDef, abstract
+from shardopt.core import PyTree, TreeDef, abstract, calling
 from shardopt.mesh import under_mesh, without_mesh
 from shardopt.runtime._agreement import processes_of
 from shardopt.runtime._compiler_options import compiler_options

@@ -14,9 +14,9 @@ from shardopt.collectives import has_auto_tensor
 from shardopt.collectives._per_device import TENSOR
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
+from shardopt.core import PyTree, Weighted, with_leaves
 from shardopt.core._device_state import state_specs
 from shardopt.core._reducer import Reducer, grouped
-from shardopt.core._types import PyTree, Weighted, with_leaves
 from shardopt.losses._metrics import factor
 from shardopt.losses._sums import all_reduce_grads, scale
 from shardopt.mesh import size_along, spec_axes

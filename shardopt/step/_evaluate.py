@@ -7,9 +7,9 @@ from jax.sharding import PartitionSpec
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
+from shardopt.core import PyTree, TrainState, abstract, leaves_with_paths
 from shardopt.core._loss_parts import LossParts
 from shardopt.core._trace_context import RowContext
-from shardopt.core._types import PyTree, TrainState, abstract, leaves_with_paths
 from shardopt.losses._batch_dims import map_rows, num_rows, resized, row_counts, row_dim
 from shardopt.losses._obstacle import as_gathered
 from shardopt.losses._rows import with_rows

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from shardopt.config._config import StrategyConfig
-from shardopt.core._types import PyTree, leaves_with_paths
+from shardopt.core import PyTree, leaves_with_paths
 from shardopt.losses._batch_dims import row_dim
 from shardopt.step._batches import as_arrays
 

@@ -13,9 +13,9 @@ from shardopt.collectives._per_device import TENSOR
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._slots import DeviceLoss, LossFunction, StepInputs
+from shardopt.core import PyTree, Weighted
 from shardopt.core._checksum import LIMBS, checksum_of, from_limbs, to_limbs
 from shardopt.core._loss_parts import Gradients, LossParts
-from shardopt.core._types import PyTree, Weighted
 from shardopt.losses._batch_dims import batch_specs, num_rows
 from shardopt.losses._loss import loss_of_rows, step_key
 from shardopt.losses._metrics import factor, neutral, objective, of_rows

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.config._config import StrategyConfig
-from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree, is_key, leaves_with_paths
+from shardopt.core import PyTree, format_error, is_key, leaves_with_paths
 from shardopt.losses._batch_dims import FIX_ROWS, check_row_dims, map_rows, row_dim, shown_leaves
 from shardopt.step._batches import as_arrays
 from shardopt.step._global_rows import unwrap

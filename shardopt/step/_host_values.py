@@ -11,10 +11,10 @@ import numpy as np
 from jax.core import Tracer
 
 from shardopt.config._config import StrategyConfig
-from shardopt.core._errors import format_error
-from shardopt.core._types import (
+from shardopt.core import (
     PyTree,
     TrainState,
+    format_error,
     is_array_like,
     is_key,
     leaves_with_paths,

@@ -11,8 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import shardings
-from shardopt.core._errors import calling, type_error
-from shardopt.core._types import PyTree, TrainState, is_key
+from shardopt.core import PyTree, TrainState, calling, is_key, type_error
 from shardopt.step._cache import LayoutCache
 from shardopt.step._compile import AotCompiled, make_program
 from shardopt.step._global_rows import Rows, RowsOfOne

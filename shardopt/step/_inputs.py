@@ -12,16 +12,20 @@ from jax.sharding import PartitionSpec, Sharding
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._user_mesh import on_auto_axes
-from shardopt.core._block_model import as_block_model
-from shardopt.core._errors import calling, format_error, plural, type_error, value_error
-from shardopt.core._types import (
+from shardopt.core import (
     PyTree,
     TrainState,
     abstract,
+    calling,
+    format_error,
     is_array_like,
     is_key,
     leaves_with_paths,
+    plural,
+    type_error,
+    value_error,
 )
+from shardopt.core._block_model import as_block_model
 from shardopt.losses._batch_dims import (
     FIX_ROWS,
     check_positions,

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
-from shardopt.core._types import widened
+from shardopt.core import widened
 from shardopt.mesh import spec_axes
 from shardopt.partition import LeafPlan
 from shardopt.step._results import Change

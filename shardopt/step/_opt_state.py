@@ -5,8 +5,8 @@ if it has one.
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.config._offload import to_device, to_host
+from shardopt.core import PyTree
 from shardopt.core._loss_parts import Gradients
-from shardopt.core._types import PyTree
 from shardopt.step._results import AppliedUpdate
 
 

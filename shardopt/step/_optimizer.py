@@ -9,8 +9,7 @@ from jax.sharding import Mesh
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._recipe import Recipe
-from shardopt.core._errors import format_error, type_error
-from shardopt.core._types import Metric, PyTree, TrainState
+from shardopt.core import Metric, PyTree, TrainState, format_error, type_error
 from shardopt.step._global_rows import rows_of
 from shardopt.step._norms import Norms
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._slots import StepInputs
+from shardopt.core import PyTree, format_error, plural, replaced, value_error
 from shardopt.core._block_model import (
     BLOCKS,
     EMBED,
@@ -24,9 +25,7 @@ from shardopt.core._block_model import (
 )
 from shardopt.core._block_remat import checkpointed
 from shardopt.core._checksum import checksum_of, to_limbs
-from shardopt.core._errors import format_error, plural, value_error
 from shardopt.core._loss_parts import LossParts
-from shardopt.core._types import PyTree, replaced
 from shardopt.losses._batch_dims import num_rows
 from shardopt.losses._loss import all_gather_leaves, step_key
 from shardopt.losses._parts import loss_parts

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
-from shardopt.core._types import PyTree, TrainState
+from shardopt.core import PyTree, TrainState
 from shardopt.losses._metrics import values
 from shardopt.step._compile import make_program
 from shardopt.step._optimizer import Metrics

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 
 from shardopt.config._config import StrategyConfig
-from shardopt.core._types import PyTree, TrainState
+from shardopt.core import PyTree, TrainState
 from shardopt.runtime._turn import take_back_turn
 from shardopt.step._aliases import DonatedState
 from shardopt.step._cache import LayoutCache

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import jax
 
+from shardopt.core import Metric, PyTree, TrainState
 from shardopt.core._loss_parts import Gradients
-from shardopt.core._types import Metric, PyTree, TrainState
 
 
 class Change(NamedTuple):

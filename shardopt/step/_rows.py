@@ -14,8 +14,15 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from shardopt.config._config import StrategyConfig
-from shardopt.core._errors import calling, format_error, type_error, value_error
-from shardopt.core._types import PyTree, abstract, path_text
+from shardopt.core import (
+    PyTree,
+    abstract,
+    calling,
+    format_error,
+    path_text,
+    type_error,
+    value_error,
+)
 from shardopt.losses._batch_dims import placed_specs, resized, row_dim
 from shardopt.runtime._agreement import agree, groups, processes_of
 from shardopt.step._batches import as_arrays

@@ -14,8 +14,7 @@ import jax
 import numpy as np
 
 from shardopt.config._config import StrategyConfig
-from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree, is_array_like, is_key, leaves_with_paths
+from shardopt.core import PyTree, format_error, is_array_like, is_key, leaves_with_paths
 from shardopt.runtime._agreement import agree, groups, processes_of
 from shardopt.step._host_batch import digest_of
 

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.config._offload import on_host
+from shardopt.core import Metric, PyTree, TrainState
 from shardopt.core._loss_parts import Gradients
-from shardopt.core._types import Metric, PyTree, TrainState
 from shardopt.step._aliases import DonatedState
 from shardopt.step._compile import make_program
 from shardopt.step._norms import Norms, norms_of

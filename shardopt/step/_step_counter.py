@@ -9,8 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from shardopt.config._config import StrategyConfig
-from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree, TrainState
+from shardopt.core import PyTree, TrainState, format_error
 
 LAST_STEP = int(np.iinfo(np.int32).max)
 

@@ -15,8 +15,8 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.config._offload import to_host
 from shardopt.config._transformation import ExtraArgs, call_update, check_same_form, check_updates
+from shardopt.core import PyTree, widened
 from shardopt.core._loss_parts import Gradients
-from shardopt.core._types import PyTree, widened
 from shardopt.losses._parts import check_updated
 from shardopt.mesh import spec_axes
 from shardopt.partition import Owners

@@ -15,9 +15,8 @@ from shardopt.config._options import HybridOptions
 from shardopt.config._program_check import ProgramCheck
 from shardopt.config._slots import StepSlots
 from shardopt.config._user_mesh import Axes, read_mesh
-from shardopt.core._arguments import check_choice, check_count
+from shardopt.core import check_choice, check_count, plural, quoted, type_error, value_error
 from shardopt.core._block_model import BlockModel, as_block_model
-from shardopt.core._errors import plural, quoted, type_error, value_error
 from shardopt.pipeline import Schedule, schedules
 from shardopt.pipeline._cut import check_counts
 from shardopt.pipeline._permutes import check_permutes

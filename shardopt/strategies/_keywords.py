@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from shardopt.config._options import ARGUMENTS, OPTIONS, Option, records
 from shardopt.config._recipe import Recipe
-from shardopt.core._errors import calling, format_error, quoted
+from shardopt.core import calling, format_error, quoted
 from shardopt.core._tracebacks import api_boundary
 from shardopt.step._optimizer import ShardedOptimizer
 

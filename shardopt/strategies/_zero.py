@@ -8,8 +8,8 @@ from jax.sharding import Mesh
 from shardopt.config._config import STAGES, configure
 from shardopt.config._options import ZeroOptions
 from shardopt.config._user_mesh import Axes
+from shardopt.core import type_error, value_error
 from shardopt.core._block_model import LossFn
-from shardopt.core._errors import type_error, value_error
 from shardopt.step._build import build
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.strategies._keywords import with_options

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
-from shardopt.core._types import PyTree
+from shardopt.core import PyTree
 from shardopt.runtime._turn import StopRun
 from shardopt.step._global_rows import END
 from shardopt.step._rows import AgreedRows, ended_text

@@ -11,10 +11,16 @@ import numpy as np
 
 from shardopt.checkpoint._checkpoints import Checkpoints, is_save_due
 from shardopt.checkpoint._hashed import is_hashed
-from shardopt.core._arguments import check_count
+from shardopt.core import (
+    PyTree,
+    TrainState,
+    check_count,
+    leaves_with_paths,
+    plural,
+    type_error,
+    value_error,
+)
 from shardopt.core._early_stopping import EarlyStopping
-from shardopt.core._errors import plural, type_error, value_error
-from shardopt.core._types import PyTree, TrainState, leaves_with_paths
 from shardopt.step._global_rows import Rows, RowsOfOne, unwrap
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.training._evaluation import Evaluate

@@ -8,10 +8,18 @@ import jax
 import numpy as np
 
 from shardopt.config._check import check_evaluate_fn
+from shardopt.core import (
+    Metric,
+    PyTree,
+    TrainState,
+    calling,
+    format_error,
+    quoted,
+    type_error,
+    value_error,
+)
 from shardopt.core._block_model import LossFn
-from shardopt.core._errors import calling, format_error, quoted, type_error, value_error
 from shardopt.core._loss_parts import LossParts
-from shardopt.core._types import Metric, PyTree, TrainState
 from shardopt.losses._metrics import added, value_of
 from shardopt.runtime._turn import pass_stop_point
 from shardopt.step._average import check_selection, select_params

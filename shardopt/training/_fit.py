@@ -5,12 +5,10 @@ from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 from shardopt.checkpoint._checkpoints import Checkpoints
-from shardopt.core._arguments import check_count, check_flag
+from shardopt.core import PyTree, TrainState, calling, check_count, check_flag
 from shardopt.core._early_stopping import EarlyStopping, best
-from shardopt.core._errors import calling
 from shardopt.core._place import check_joined
 from shardopt.core._tracebacks import api_boundary
-from shardopt.core._types import PyTree, TrainState
 from shardopt.runtime._turn import StopRun
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.training._arguments import (

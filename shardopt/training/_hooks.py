@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from shardopt.core._types import PyTree, TrainState
+from shardopt.core import PyTree, TrainState
 from shardopt.step._optimizer import Metrics
 
 TakeStep = Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]

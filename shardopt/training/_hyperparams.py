@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core._errors import calling, quoted, type_error, value_error
-from shardopt.core._types import PyTree, TrainState
+from shardopt.core import PyTree, TrainState, calling, quoted, type_error, value_error
 from shardopt.local_updates._state import PerReplica
 from shardopt.runtime._processes import gather_to_host
 from shardopt.step._inputs import put

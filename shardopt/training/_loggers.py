@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
-from shardopt.core._errors import calling, type_error, value_error
+from shardopt.core import calling, type_error, value_error
 from shardopt.core._extras import is_installed
 from shardopt.runtime._files import write_atomic
 

@@ -10,8 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.checkpoint._checkpoints import Checkpoints
-from shardopt.core._errors import CheckpointError, NonFiniteLossError, error_text, value_error
-from shardopt.core._types import PyTree, TrainState, is_array_like, is_inexact
+from shardopt.core import (
+    CheckpointError,
+    NonFiniteLossError,
+    PyTree,
+    TrainState,
+    error_text,
+    is_array_like,
+    is_inexact,
+    value_error,
+)
 
 
 class Meter:

@@ -2,9 +2,7 @@
 step late.
 """
 
-from shardopt.core._arguments import check_count
-from shardopt.core._errors import value_error
-from shardopt.core._types import PyTree, TrainState
+from shardopt.core import PyTree, TrainState, check_count, value_error
 from shardopt.step._norms import Norms
 from shardopt.step._optimizer import Metrics, ShardedOptimizer
 from shardopt.training._hooks import Hook, TakeStep

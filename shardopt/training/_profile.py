@@ -7,8 +7,7 @@ from pathlib import Path
 
 import jax
 
-from shardopt.core._arguments import check_count
-from shardopt.core._errors import type_error
+from shardopt.core import check_count, type_error
 from shardopt.runtime._processes import handled_signals
 from shardopt.step._optimizer import Metrics
 from shardopt.training._hooks import Hook

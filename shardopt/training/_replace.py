@@ -10,15 +10,19 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardopt.config._user_mesh import on_auto_axes, on_auto_mesh
-from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, error_text, plural, type_error, value_error
-from shardopt.core._types import (
+from shardopt.core import (
     PyTree,
     TrainState,
     abstract,
+    calling,
+    check_count,
+    error_text,
     is_array_like,
     is_key,
     leaves_with_paths,
+    plural,
+    type_error,
+    value_error,
     with_leaves,
 )
 from shardopt.local_updates._state import PerReplica, ReplicaStates

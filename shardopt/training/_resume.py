@@ -15,15 +15,17 @@ from shardopt.checkpoint._checkpoints import Checkpoints, check_may_resume
 from shardopt.checkpoint._hashed import is_hashed
 from shardopt.checkpoint._memory import MemorySnapshot, place_snapshot
 from shardopt.checkpoint._tree import Json
-from shardopt.core import _early_stopping as stopping
-from shardopt.core._early_stopping import EarlyStopping, StoppingState
-from shardopt.core._errors import (
+from shardopt.core import (
     CheckpointError,
     DamagedCheckpointError,
     NonFiniteLossError,
+    PyTree,
+    TrainState,
     error_text,
+    leaves_with_paths,
 )
-from shardopt.core._types import PyTree, TrainState, leaves_with_paths
+from shardopt.core import _early_stopping as stopping
+from shardopt.core._early_stopping import EarlyStopping, StoppingState
 from shardopt.step._host_values import params_as_arrays
 from shardopt.step._inputs import is_init_fn
 from shardopt.step._optimizer import ShardedOptimizer

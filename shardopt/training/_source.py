@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardopt.checkpoint._tree import Json
-from shardopt.core._errors import format_error, plural
-from shardopt.core._types import PyTree
+from shardopt.core import PyTree, format_error, plural
 from shardopt.step._global_rows import END
 
 _ITERATOR_METHODS = ("get_state", "set_state")

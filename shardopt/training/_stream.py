@@ -14,8 +14,7 @@ import numpy as np
 
 from shardopt.checkpoint._multihost import exchange
 from shardopt.checkpoint._tree import Json
-from shardopt.core._errors import format_error, plural
-from shardopt.core._types import PyTree, is_key
+from shardopt.core import PyTree, format_error, is_key, plural
 from shardopt.losses._batch_dims import row_counts
 from shardopt.step._batches import as_arrays
 from shardopt.step._global_rows import END, GlobalRows, Rows, RowsOfOne, leaves_with_rows, unwrap

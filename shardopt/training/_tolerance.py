@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardopt.core._types import PyTree, TrainState, is_inexact, states_of
+from shardopt.core import PyTree, TrainState, is_inexact, states_of
 from shardopt.local_updates._state import ReplicaStates
 from shardopt.transforms._skip_anomalies import SkipAnomaliesState
 

@@ -14,15 +14,16 @@ import numpy as np
 
 from shardopt.checkpoint._checkpoints import Checkpoints, is_save_due
 from shardopt.checkpoint._sums import LeafSums, leaf_sums, total_of
-from shardopt.core._arguments import check_count
-from shardopt.core._errors import (
+from shardopt.core import (
     CORRUPTED,
+    PyTree,
     SilentCorruptionError,
+    TrainState,
+    check_count,
     format_error,
     plural,
     value_error,
 )
-from shardopt.core._types import PyTree, TrainState
 from shardopt.diagnose._verdict import (
     NAMED,
     NOT_DETERMINISTIC,

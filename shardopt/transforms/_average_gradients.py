@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shardopt.core import PyTree, abstract, calling, value_error
 from shardopt.core._axis import AxisName, axis_names, axis_size
 from shardopt.core._device_state import DeviceNumber, differs_by_device
-from shardopt.core._errors import calling, value_error
 from shardopt.core._reducer import check_reducer
-from shardopt.core._types import PyTree, abstract
 from shardopt.reducers import Reducer, exact
 from shardopt.reducers._reducer import check_leaves
 from shardopt.transforms._local_gradients import check_not_changed

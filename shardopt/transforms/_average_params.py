@@ -6,9 +6,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardopt.core._arguments import check_count, check_number, check_params
-from shardopt.core._errors import calling, value_error
-from shardopt.core._types import AverageParamsState, wide_dtype
+from shardopt.core import (
+    AverageParamsState,
+    calling,
+    check_count,
+    check_number,
+    check_params,
+    value_error,
+    wide_dtype,
+)
 
 CALLER = "average_params"
 

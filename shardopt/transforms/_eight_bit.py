@@ -12,9 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
 
-from shardopt.core._arguments import check_count, check_transformation
-from shardopt.core._errors import calling, format_error
-from shardopt.core._types import PyTree
+from shardopt.core import PyTree, calling, check_count, check_transformation, format_error
 from shardopt.transforms._dynamic_map import decode, encode
 from shardopt.transforms._state_form import check_structure
 

@@ -7,9 +7,8 @@ change nothing.
 from collections.abc import Sequence
 from typing import Any
 
+from shardopt.core import PyTree, leaves_with_paths, value_error
 from shardopt.core._axis import AxisName, axis_names
-from shardopt.core._errors import value_error
-from shardopt.core._types import PyTree, leaves_with_paths
 from shardopt.trace._jaxprs import SUMS, jaxpr_params, nested_equations
 from shardopt.trace._primitives import words
 from shardopt.trace._walk import Equations, Walk

@@ -8,11 +8,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardopt.core._arguments import check_count, check_params, check_transformation
+from shardopt.core import (
+    PyTree,
+    abstract,
+    calling,
+    check_count,
+    check_params,
+    check_transformation,
+    leaves_with_paths,
+    value_error,
+    wide_dtype,
+)
 from shardopt.core._axis import AxisName, axis_names, axis_size
 from shardopt.core._device_state import DeviceNumber
-from shardopt.core._errors import calling, value_error
-from shardopt.core._types import PyTree, abstract, leaves_with_paths, wide_dtype
 from shardopt.reducers import PerDevice, exact
 from shardopt.reducers._axis import agreeing_cond, check_not_summed
 from shardopt.transforms._state_form import (

@@ -11,7 +11,17 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardopt.core._arguments import check_transformation
+from shardopt.core import (
+    PyTree,
+    calling,
+    check_transformation,
+    leaves_with_paths,
+    merge_replicas,
+    path_text,
+    replaced,
+    type_error,
+    value_error,
+)
 from shardopt.core._axis import is_bound
 from shardopt.core._device_state import (
     DeviceNumber,
@@ -20,8 +30,6 @@ from shardopt.core._device_state import (
     map_by_mark,
     state_specs,
 )
-from shardopt.core._errors import calling, type_error, value_error
-from shardopt.core._types import PyTree, leaves_with_paths, merge_replicas, path_text, replaced
 from shardopt.transforms._local_gradients import OF_DEVICE
 from shardopt.transforms._state_form import check_alike, check_mesh
 

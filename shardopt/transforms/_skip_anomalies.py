@@ -8,10 +8,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardopt.core._arguments import check_count, check_number, check_transformation
+from shardopt.core import (
+    PyTree,
+    calling,
+    check_count,
+    check_number,
+    check_transformation,
+    states_of,
+    type_error,
+    wide_dtype,
+)
 from shardopt.core._axis import bound_axes
-from shardopt.core._errors import calling, type_error
-from shardopt.core._types import PyTree, states_of, wide_dtype
 from shardopt.reducers._axis import as_varying, tracks_varying, varying
 from shardopt.reducers._reducer import check_leaves
 from shardopt.transforms._state_form import check_structure

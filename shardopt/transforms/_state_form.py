@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from shardopt.core import PyTree, leaves_with_paths, type_error, value_error
 from shardopt.core._axis import AxisName, axis_names, is_bound
 from shardopt.core._device_state import DeviceNumber
-from shardopt.core._errors import type_error, value_error
-from shardopt.core._types import PyTree, leaves_with_paths
 from shardopt.reducers._axis import varying
 
 

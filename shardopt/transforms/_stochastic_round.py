@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardopt.core._arguments import check_count, check_params, check_transformation
-from shardopt.core._errors import calling
-from shardopt.core._types import PyTree
+from shardopt.core import PyTree, calling, check_count, check_params, check_transformation
 
 CALLER = "stochastic_round"
 

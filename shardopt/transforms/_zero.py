@@ -5,10 +5,8 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-from shardopt.core._arguments import check_transformation
+from shardopt.core import PyTree, calling, check_transformation
 from shardopt.core._axis import is_bound
-from shardopt.core._errors import calling
-from shardopt.core._types import PyTree
 from shardopt.transforms._state_form import check_mesh
 from shardopt.transforms._zero_constraints import ByConstraints
 from shardopt.transforms._zero_shards import ByShards

@@ -20,8 +20,15 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from shardopt.core._errors import calling, error_text, plural, value_error
-from shardopt.core._types import PyTree, leaves_with_paths, replaced
+from shardopt.core import (
+    PyTree,
+    calling,
+    error_text,
+    leaves_with_paths,
+    plural,
+    replaced,
+    value_error,
+)
 from shardopt.mesh import spec_axes
 from shardopt.partition._plan import largest_divisible_dim
 from shardopt.transforms._watch import Place, may_watch, watch_shardings

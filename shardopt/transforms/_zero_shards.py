@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shardopt.core import PyTree, abstract
 from shardopt.core._axis import axis_size
 from shardopt.core._device_state import DeviceNumber, PerDevice
-from shardopt.core._types import PyTree, abstract
 from shardopt.reducers._axis import varying
 from shardopt.transforms._state_form import (
     check_alike,

@@ -10,8 +10,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from shardopt.core import BlockModel, Weighted
-from shardopt.core._types import PyTree, is_floating
+from shardopt.core import BlockModel, PyTree, Weighted, is_floating
 from shardopt.models import gpt, moe
 
 STEPS = 4

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from shardopt.core._types import Devices
+from shardopt.core import Devices
 
 Status = Literal["passed", "failed", "did not fit", "not on this platform", "out of time"]
 

@@ -13,8 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardopt.config._program_check import ProgramCheck
-from shardopt.core._errors import WrongProgramError
-from shardopt.core._types import PyTree
+from shardopt.core import PyTree, WrongProgramError
 from shardopt.hlo import check_proved
 from shardopt.mesh import make_mesh
 from shardopt.pipeline import schedules

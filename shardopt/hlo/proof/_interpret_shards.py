@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardopt.core._errors import format_error
+from shardopt.core import format_error
 from shardopt.hlo._collective import read_groups
 from shardopt.hlo._hlo_text import Instruction, attributes, numbers
 from shardopt.hlo.proof._lines import Shape

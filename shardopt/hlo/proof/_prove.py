@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.stages import Compiled, Lowered
 
-from shardopt.core._errors import format_error
+from shardopt.core import format_error
 from shardopt.hlo._hlo_text import (
     Instruction,
     Module,

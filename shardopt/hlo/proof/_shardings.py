@@ -5,7 +5,7 @@ import math
 import numpy as np
 from jax.sharding import Sharding
 
-from shardopt.core._errors import format_error
+from shardopt.core import format_error
 from shardopt.hlo.proof._interpret_shards import tile_of_device
 from shardopt.hlo.proof._value import DerivedValue, Dim, Factor, Hidden, Positions, merged_hidden
 
