@@ -404,8 +404,7 @@ def test_lookahead_is_refused_by_the_type_of_its_state(name, no_compile):
     strategy, make = WITH_LOOKAHEAD[name]
     message = (
         f"{strategy}: optax.lookahead steps two copies of the parameters, and there is but one"
-        " here.\nFix: use so.local_sgd or so.diloco, whose outer step is that of lookahead, or the"
-        " fast optimizer alone."
+        " here.\nFix: use so.local_sgd or so.diloco, whose outer step is that of lookahead."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make().specs(PARAMS)
