@@ -1,7 +1,7 @@
 """Read and check a batch of tokens; the mean of its loss."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -144,9 +144,7 @@ def _input_shape(batch: PyTree) -> tuple[int, int]:
     return tokens.shape[0], tokens.shape[1] - num_shifted
 
 
-def _check_leaves(
-    integers: Mapping[str, Array], weights: Array | None, shape: tuple[int, int]
-) -> None:
+def _check_leaves(integers: Mapping[str, Any], weights: Any, shape: tuple[int, int]) -> None:
     leaves = integers if weights is None else {**integers, "weights": weights}
     if bad_leaves := [
         f"{name}: shape {leaf.shape}" for name, leaf in leaves.items() if leaf.shape != shape
@@ -160,7 +158,7 @@ def _check_leaves(
         raise type_error(f"weights of the batch must be real, got {weights.dtype}.")
 
 
-def _has_integers(leaf: Array) -> bool:
+def _has_integers(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.integer)
 
 

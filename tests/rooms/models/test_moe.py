@@ -5,6 +5,7 @@ Its loads and biases.
 
 import dataclasses
 import functools
+import inspect
 import re
 
 import jax
@@ -393,11 +394,9 @@ def test_latent_attention_is_that_of_each_head_by_itself(implementation, x64, mo
         order = jnp.arange(7)[None].repeat(2, 0)
     if implementation == "splash":
         weights, x = jax.tree.map(np.float32, (weights, x))
-        monkeypatch.setattr(
-            so.nn.attention,
-            "__kwdefaults__",
-            so.nn.attention.__kwdefaults__ | {"implementation": "splash"},
-        )
+        attention = inspect.unwrap(so.nn.attention)
+        defaults = attention.__kwdefaults__ | {"implementation": "splash"}
+        monkeypatch.setattr(attention, "__kwdefaults__", defaults)
     kinds = (decoder.BlockKind(rope=decoder.Rope(base=100.0)),)
     config = decoder.DecoderConfig(dim=8, num_heads=3, latent=LATENT, kinds=kinds)
     stream = _decoder_block.BlockStream(x, None, None, None, order)
