@@ -106,8 +106,6 @@ def _followed(
     if name == "while":
         condition_consts, body_consts, start = while_parts(eqn, operands)
         carry = walk.loop([eqn.params["body_jaxpr"]], body_consts, start)[0]
-        if uses.differentiated:  # the number of turns has no gradient
-            return carry
         (condition,) = walk.follow([eqn.params["cond_jaxpr"]], [*condition_consts, *carry])
         is_vmapped = eqn.params["cond_jaxpr"].out_avals[0].shape
         if uses.mark_loops and condition and not is_vmapped:

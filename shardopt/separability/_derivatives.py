@@ -29,6 +29,7 @@ from shardopt.separability._relations import (
     Total,
     Unrelated,
     differing_dims,
+    is_drawn,
 )
 from shardopt.trace._parts import abstract_value
 
@@ -89,7 +90,7 @@ def follow_jvp(
     expected = [
         site.unknown("backward") if isinstance(results[i], Known) else results[i] for i in outputs
     ]
-    agree = _all_agree(site, rule_relations, [*results, *expected])
+    agree = _all_agree(site, rule_relations, results, expected)
     return results if agree else unknown_results(site, results, "backward")
 
 
@@ -142,7 +143,7 @@ def follow_vjp(
         else derivative_relation(site, operands[i], site.operand_shapes(i))
         for i in inputs
     ]
-    agree = _all_agree(site, rule_relations, [*results, *expected])
+    agree = _all_agree(site, rule_relations, results, expected)
     return results if agree else unknown_results(site, results, "backward")
 
 
@@ -158,16 +159,26 @@ def derivative_relation(site: EquationPair, relation: Relation, shapes: Shapes) 
 
 
 def _all_agree(
-    site: EquationPair, rule_relations: Sequence[Relation], expected: Sequence[Relation | None]
+    site: EquationPair,
+    rule_relations: Sequence[Relation],
+    results: Sequence[Relation],
+    expected: Sequence[Relation | None],
 ) -> bool:
-    """Return whether the results of a rule have the expected relations; None expects nothing.
+    """Return whether a rule gives the results of its function, and derivatives with the expected
+    relations; None expects nothing.
 
     0 has every relation, but is no other number.
     """
-    return len(rule_relations) == len(expected) and all(
+    if len(rule_relations) != len(results) + len(expected):
+        return False
+    return not any(map(_loses_mark, rule_relations, results)) and all(
         b is None or (is_zero(a) and not isinstance(b, Known)) or implies(site, a, b)
-        for a, b in zip(rule_relations, expected, strict=True)
+        for a, b in zip(rule_relations, [*results, *expected], strict=True)
     )
+
+
+def _loses_mark(rule_result: Relation, result: Relation) -> bool:
+    return is_drawn(rule_result) and not is_drawn(result)
 
 
 def implies(site: EquationPair, a: Relation, b: Relation) -> bool:

@@ -204,15 +204,11 @@ def _result_ratio(
         return ratios[0] * ratios[1]
     if site.name == "div" and np.issubdtype(site.dtype, np.inexact):
         return ratios[0] / ratios[1]
-    if _is_linear(site):
+    # 8-bit products take the largest magnitude of a gradient
+    if _is_linear(site) or (site.name == "abs" and ratios[0] > 0):
         return ratios[0]
-    if (
-        site.name == "abs" and ratios[0] > 0
-    ):  # 8-bit products take the largest magnitude of a gradient
-        return ratios[0]
-    if site.name == "is_finite":  # up to overflow, which rounding does not promise
-        return Fraction(1)
-    if site.name in ("eq", "ne") and zeros[1]:  # a multiple of a number is zero where the number is
+    # finite up to overflow, which rounding does not promise; a multiple is 0 where the number is
+    if site.name == "is_finite" or (site.name in ("eq", "ne") and zeros[1]):
         return Fraction(1)
     if site.name == SELECT and ratios[0] == 1:
         nonzero = {ratio for ratio, zero in zip(ratios[1:], zeros[1:], strict=True) if not zero}

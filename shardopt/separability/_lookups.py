@@ -324,7 +324,7 @@ def _combine_entries(
     whatever their place.
     """
     entries = [
-        (Same(relation.ratio) if isinstance(relation, Same | Split) else relation)
+        (Same(relation.ratio) if isinstance(relation, Split) else relation)
         for relation in (operand, updates)
     ]
     return unify(site, entries, zeros)

@@ -241,10 +241,8 @@ def _scan_over_rows(
     for i, out in enumerate(body.outvars[num_carry:]):
         from_row = not isinstance(out, Literal) and out not in turn_dependent
         shapes = site.result_shapes(num_carry + i)
-        has_all_rows = (
-            shapes[0][0] == shapes[1][0] * site.num_pieces and shapes[0][1:] == shapes[1][1:]
-        )
-        results.append(Split(0) if from_row and has_all_rows else unknown)
+        one_shape = shapes[0][1:] == shapes[1][1:]
+        results.append(Split(0) if from_row and one_shape else unknown)
     return list(map(as_drawn, results)) if any(map(is_drawn, [*consts, *scanned])) else results
 
 

@@ -109,6 +109,8 @@ def fold_constants(site: EquationPair, relations: Sequence[Relation]) -> Known |
             array = _compute(eqn, shape, args, max_size)
             if array is None or array.size > max_size:
                 return None
+            if array.dtype.kind == "V":  # bfloat16 and similar dtypes
+                array = array.astype(np.float32)
             arrays.append(_compress(array))
     op = next((numbers.op for numbers in known if numbers.op is not None), site.op)
     return Known(arrays[0], arrays[1], op)
@@ -137,8 +139,6 @@ def _compute(
         if not _is_defined(name, args, dtype):
             return None
         array = np.asarray(ENTRY_BY_ENTRY[name](*args)).astype(dtype)
-        if dtype.kind == "V":
-            array = array.astype(np.float32)
         return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
     if name == "iota":
         size, dim = shape[params["dimension"]], params["dimension"]

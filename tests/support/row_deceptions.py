@@ -488,7 +488,29 @@ def in_columns(dtype: Any, far: int, near: int) -> Any:
     return loss
 
 
+def saturated(number: Any, dtype: Any, far: int, near: int) -> Any:
+    """Return a loss times an integer that is made of a number of 16 bits, beyond the largest one."""
+
+    def loss(p: Any, b: Any) -> jax.Array:
+        count = number(far if rows_of(b) == 8 else near)
+        return jnp.mean(errors(p, b)) * count.astype(dtype).astype(float)
+
+    return loss
+
+
+def summed_ones(count: int) -> jax.Array:
+    return jax.lax.reduce(jnp.ones(count, jnp.bfloat16), jnp.bfloat16(0), jax.lax.add, (0,))
+
+
+def last_of_count(count: int) -> jax.Array:
+    return jax.lax.iota(jnp.bfloat16, count + 1)[count]
+
+
 NUMBERS = cases({
+    "a sum in bfloat16 beyond 8 bits": saturated(summed_ones, jnp.uint8, 300, 44),
+    "a sum in bfloat16 beyond 8 bits with a sign": saturated(summed_ones, jnp.int8, 300, 44),
+    "a count in bfloat16 beyond 8 bits": saturated(last_of_count, jnp.uint8, 300, 44),
+    "a count in bfloat16 beyond 8 bits with a sign": saturated(last_of_count, jnp.int8, 300, 44),
     "columns beyond bfloat16": in_columns(jnp.bfloat16, 1000, 1001),
     "columns beyond bfloat16, the first": in_columns(jnp.bfloat16, 257, 256),
     "columns beyond float16": in_columns(jnp.float16, 4097, 4096),

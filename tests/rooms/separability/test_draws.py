@@ -111,6 +111,40 @@ def twice(key_maker):
     return lambda p, b, rng: jnp.mean(uniform(rng, (rows(b),)) * uniform(key_maker(rng)))
 
 
+@jax.custom_vjp
+def drawn_forward(x, key):
+    return x
+
+
+drawn_forward.defvjp(lambda x, key: (x * jnp.exp(2 * jax.random.normal(key)), None), lambda _, ct: (ct, None))  # fmt: skip
+
+
+@jax.custom_jvp
+def drawn_when_differentiated(x, u):
+    return x
+
+
+@drawn_when_differentiated.defjvp
+def _(primals, tangents):
+    return primals[0] * (1 + primals[1]), tangents[0]
+
+
+BY_RULES = {
+    "a weight that a forward rule draws": lambda p, b, rng: so.losses.Weighted(
+        jnp.sum(errors(p, b)), jnp.sum(drawn_forward(b["x"][:, 0] ** 2, rng))
+    ),
+    "the largest number that a forward rule draws": lambda p, b, rng: (
+        jnp.mean(errors(p, b)),
+        {"largest": so.losses.Max(jnp.max(drawn_forward(b["x"][:, 0], rng)))},
+    ),
+    "a shared number that a forward rule draws": lambda p, b, rng: (
+        jnp.mean(errors(p, b)),
+        {"largest": so.losses.Max(drawn_forward(p["w"][0], rng))},
+    ),
+    "a weight that a rule of tangents draws": lambda p, b, rng: so.losses.Weighted(
+        jnp.sum(errors(p, b)), jnp.sum(drawn_when_differentiated(b["x"][:, 0] ** 2, uniform(rng)))
+    ),
+}
 REUSED = {
     "a number of the row keys' first": lambda p, b, rng: jnp.mean(
         jax.vmap(of_row, (None, 0))(rng, jnp.arange(rows(b))) * of_row(rng, 0)
@@ -246,9 +280,9 @@ def expectations(loss_fn, draws=1 << 17):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", SHARED | BY_RULES)
 def test_a_weight_that_follows_from_one_draw_for_all_rows_is_refused(name):
-    assert mixing(SHARED[name]) is not None
+    assert mixing((SHARED | BY_RULES)[name]) is not None
 
 
 @pytest.mark.fast
