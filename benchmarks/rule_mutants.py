@@ -5,7 +5,7 @@
 
 A sample with a seed, of all files of `shardopt/separability` and of the table's rows. "unsound" and
 "error" die by a property test. "refuses" only knows fewer results, so it is as sound as the rule.
-What is left is shown with its reason, or is open.
+The results file says of what is left why it is equivalent, or that it is open.
 """
 
 import argparse
