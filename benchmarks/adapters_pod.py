@@ -70,7 +70,8 @@ def compiled(model_name, topology, length, rows, base):
             low_rank_products=True,
         )
         params = jax.eval_shape(adapted.init, params, jax.random.key(0))
-        model, options = adapted.model, {"rules": adapted.rules}
+        model = adapted.model
+        options = {"rules": adapted.rules}
     devices = 8
     try:
         report = so.planning.aot(

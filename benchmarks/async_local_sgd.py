@@ -39,9 +39,13 @@ from shardopt.models import gpt
 from shardopt.parameter_server import rules
 
 CONFIG = gpt.config(dim=32, num_layers=2, num_heads=4, max_length=64)
-MODEL, ROWS, LENGTH, H = gpt.model(CONFIG), 8, 64, 8
+MODEL = gpt.model(CONFIG)
+ROWS = 8
+LENGTH = 64
+H = 8
 SLOWNESS = (1, 1, 2, 4)
-POINTS, CONTROL = 6, "DiLoCo, momentum 0.6"
+POINTS = 6
+CONTROL = "DiLoCo, momentum 0.6"
 
 
 def islands(step_seconds):
@@ -91,7 +95,8 @@ class Budget:
     """So many inner steps for all islands together: whoever begins a round takes its steps off."""
 
     def __init__(self, steps):
-        self.left, self.lock = steps, threading.Lock()
+        self.left = steps
+        self.lock = threading.Lock()
 
     def take(self, steps):
         """Whether a round of so many steps may begin."""
@@ -175,7 +180,8 @@ def main():
         " steps together"
     )
     ways = contenders(options.step_ms / 1e3)
-    results, path = {name: [] for name in ways}, None
+    results = {name: [] for name in ways}
+    path = None
     for seed in range(options.seeds):
         for name, (opt, local_steps) in ways.items():
             found = train(opt, local_steps, windows, held_out, total, seed)

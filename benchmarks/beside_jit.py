@@ -38,7 +38,8 @@ SIZES = {
     "small": {"width": 64, "layers": 2, "length": 32},
     "large": {"width": 256, "layers": 4, "length": 64},
 }
-BATCH, VOCABULARY = 32, 256
+BATCH = 32
+VOCABULARY = 256
 COMPILINGS = 5
 
 
@@ -71,7 +72,8 @@ def contrastive(width, layers, length):
     params, _, batches = mlp(width, layers, length)
 
     def loss_fn(params, batch):
-        x, y = batch["x"], batch["y"]
+        x = batch["x"]
+        y = batch["y"]
         for w in params:
             x = jnp.tanh(x @ w)
         return jnp.mean(jax.nn.logsumexp(x @ y.T, axis=1) - jnp.sum(x * y, axis=1))
@@ -99,7 +101,8 @@ def haiku(width, layers, length):
         x = hk.Embed(VOCABULARY, width)(tokens)
         mask = jnp.tril(jnp.ones((1, 1, tokens.shape[1], tokens.shape[1])))
         for _ in range(layers):
-            y, draw = hk.LayerNorm(-1, True, True)(x), hk.initializers.VarianceScaling(1.0)
+            y = hk.LayerNorm(-1, True, True)(x)
+            draw = hk.initializers.VarianceScaling(1.0)
             x = x + hk.MultiHeadAttention(4, width // 4, w_init=draw, model_size=width)(
                 y, y, y, mask
             )
@@ -118,7 +121,8 @@ def flax(width, layers, length):
     class Transformer(linen.Module):
         @linen.compact
         def __call__(self, tokens):
-            x, mask = linen.Embed(VOCABULARY, width)(tokens), linen.make_causal_mask(tokens)
+            x = linen.Embed(VOCABULARY, width)(tokens)
+            mask = linen.make_causal_mask(tokens)
             for _ in range(layers):
                 x = x + linen.MultiHeadDotProductAttention(4)(linen.LayerNorm()(x), mask=mask)
                 x = x + linen.Dense(width)(linen.gelu(linen.Dense(4 * width)(linen.LayerNorm()(x))))
@@ -156,7 +160,8 @@ def plain(mesh, loss_fn, params, specs):
             "grad_norm": optax.tree.norm(grads),
         }
 
-    rows, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    rows = NamedSharding(mesh, P("data"))
+    everywhere = NamedSharding(mesh, P())
     shardings = (on, on_state)
     jitted = jax.jit(
         step,
@@ -202,7 +207,8 @@ def compiling(step, state, batch):
 
 def counts(lowered, compiled):
     """Return flops, bytes and instructions of the program of one device."""
-    cost, text = compiled.cost_analysis(), compiled.as_text()
+    cost = compiled.cost_analysis()
+    text = compiled.as_text()
     return {
         "flops": cost["flops"],
         "bytes": cost["bytes accessed"],
@@ -220,8 +226,10 @@ def counts(lowered, compiled):
 
 def compare(name, size, rounds, only_counts):
     """Compile every contender, and time them in turns; check first that they compute the same."""
-    mesh, model = so.make_mesh(), MODELS[name](**SIZES[size])
-    made, batches = contenders(mesh, model, VIEWS.get(name, ("per_device", "global"))), model[2]
+    mesh = so.make_mesh()
+    model = MODELS[name](**SIZES[size])
+    made = contenders(mesh, model, VIEWS.get(name, ("per_device", "global")))
+    batches = model[2]
     seconds = {who: [] for who in made}
     results = {}
     for turn in range(-1, COMPILINGS):  # the first warms up what all use
@@ -242,7 +250,8 @@ def compare(name, size, rounds, only_counts):
             results[who]["median seconds"] = statistics.median(steps)
             results[who]["time ratio"] = median_ratio(steps, times[f"{who.split()[0]} jit"])
     for who, row in results.items():
-        mine, base = seconds[who], seconds[f"{who.split()[0]} jit"]
+        mine = seconds[who]
+        base = seconds[f"{who.split()[0]} jit"]
         row |= {part: statistics.median(one[part] for one in mine) for part in mine[0]}
         spent = [
             [one["trace seconds"] + one["compile seconds"] for one in of] for of in (mine, base)

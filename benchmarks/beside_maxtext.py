@@ -195,8 +195,10 @@ def search(who: str, row: Row, run: Callable[[Choice], dict[str, Any]]) -> None:
     seconds = run(best).get("seconds", math.inf)
     for field, values in choices(who, row).items():
         for choice in [best._replace(**{field: value}) for value in values]:
-            if (new := run(choice).get("seconds", math.inf)) < seconds:
-                best, seconds = choice, new
+            new = run(choice).get("seconds", math.inf)
+            if new < seconds:
+                best = choice
+                seconds = new
 
 
 TABLE = (
@@ -370,7 +372,8 @@ def compile_maxtext(
         done = subprocess.run(
             child, env=env, cwd=folder, capture_output=True, text=True, check=False
         )
-        facts_path, program = Path(folder) / "facts.json", Path(folder) / "program.hlo.gz"
+        facts_path = Path(folder) / "facts.json"
+        program = Path(folder) / "program.hlo.gz"
         if not facts_path.exists():
             lines = (done.stdout + done.stderr).splitlines()
             raise SystemExit(f"{row.name}: MaxText did not compile:\n" + "\n".join(lines[-25:]))
@@ -543,17 +546,21 @@ def draw(results: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows = {name: found for name, found in results.items() if "ratio" in found}
-    grey, light = "#6b7280", "#c3c9d2"
+    grey = "#6b7280"
+    light = "#c3c9d2"
     colours = dict(zip(CONTENDERS, ("#3b6ea8", "#d1495b"), strict=True))
     figure = Figure(figsize=(9.5, 0.9 + 0.78 * max(len(rows), 1)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    ticks, labels, seen = [], [], set()
+    ticks = []
+    labels = []
+    seen = set()
     for place, (name, found) in enumerate(rows.items()):
         present = [who for who in CONTENDERS if "seconds" in found.get(who, {})]
         longest = max(found[who]["seconds"] for who in present)
         for i, who in enumerate(present):
-            one, y = found[who], place + 0.26 * (i - (len(present) - 1) / 2)
+            one = found[who]
+            y = place + 0.26 * (i - (len(present) - 1) / 2)
             label = who if who not in seen else None
             seen.add(who)
             axes.barh(y, one["compute"] / longest, 0.22, color=colours[who], label=label)
@@ -606,7 +613,8 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     options.programs.mkdir(exist_ok=True)
-    every, words = (*TABLE, *MORE), options.words
+    every = (*TABLE, *MORE)
+    words = options.words
     named = [row for row in every if row.name == " ".join(words)]
     for row in (
         named or [row for row in every if all(word in row.name for word in words)]

@@ -70,7 +70,8 @@ def interleave(
     """
     import jax
 
-    names, times = list(contenders), {name: [] for name in contenders}
+    names = list(contenders)
+    times = {name: [] for name in contenders}
     for turn in range(-warmup, rounds):
         for name in names if turn % 2 else names[::-1]:
             start = clock()

@@ -85,7 +85,8 @@ class Pattern(NamedTuple):
 
 def scatters_in_a_scan(mesh: Mesh) -> Any:
     """Return the step of openxla/xla 49143: a replicated sum of scatters of sharded rows."""
-    rows, replicated = NamedSharding(mesh, P(None, "d")), NamedSharding(mesh, P())
+    rows = NamedSharding(mesh, P(None, "d"))
+    replicated = NamedSharding(mesh, P())
 
     def sum_scatters(ids, values):
         def add(total, piece):
@@ -284,7 +285,8 @@ def compiled_programs(row: Row, platform: str = "cpu") -> Iterator[tuple[Program
     for label, program in lowered.items():
         compiled = program.compile()
         text = text_of(compiled, program)  # jaxlib cannot read some instructions of libtpu
-        name, mesh = f"{row.name}: {label}", dict(opt.mesh.shape)
+        name = f"{row.name}: {label}"
+        mesh = dict(opt.mesh.shape)
         yield program_of(name, compiled, mesh, lowered_text(program), text), compiled
 
 

@@ -53,9 +53,11 @@ import shardopt as so
 from shardopt import data
 from shardopt.models import gpt
 
-BATCH, LENGTH = 16, 32
+BATCH = 16
+LENGTH = 32
 EVERY, HELD_OUT = 500, 128  # steps between points of a curve; batches of the last evaluation
-GRID, TUNING_SEED = (4e-3, 8e-3, 1.6e-2, 3.2e-2), 1000
+GRID = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
+TUNING_SEED = 1000
 CONSOLE = Console(width=150)
 
 
@@ -64,7 +66,9 @@ class Text:
 
     def __init__(self, steps: int):
         windows, held_out = data.split(data.open_corpus(), LENGTH)
-        self.windows, self.steps, self.drawn = windows, steps, {}
+        self.windows = windows
+        self.steps = steps
+        self.drawn = {}
         self.held_out = list(data.spread_batches(held_out, BATCH, HELD_OUT))
 
     def batches(self, seed: int) -> list[Any]:
@@ -89,11 +93,9 @@ def train(opt: so.ShardedOptimizer, text: Text, seed: int) -> dict[str, Any]:
     """Return the curve of held-out loss, on a quarter of the batches, and the loss at the end, on
     all of them.
     """
-    state, curve, start = (
-        opt.init(lambda rng: gpt.init(CONFIG, rng), jax.random.key(seed)),
-        [],
-        time.perf_counter(),
-    )
+    state = opt.init(lambda rng: gpt.init(CONFIG, rng), jax.random.key(seed))
+    curve = []
+    start = time.perf_counter()
 
     def loss(count):
         return float(
@@ -117,7 +119,8 @@ def bytes_per_step(opt: so.ShardedOptimizer, batch: Any) -> float:
         now = state._replace(step=jax.device_put(jnp.int32(step), state.step.sharding))
         return so.hlo.audit(opt.step.lower(now, batch), mesh=opt.mesh).total_wire_bytes
 
-    if (fragments := getattr(opt.config, "fragments", None)) is None:
+    fragments = getattr(opt.config, "fragments", None)
+    if fragments is None:
         return sent(0)
     # In the second H steps: a fragment is due after every H / fragments steps, and sent in the next
     # step if delayed.
@@ -167,11 +170,10 @@ def compare(
     `contenders`.
     """
     results = dict(known)
-    context, all_of_them = multiprocessing.get_context("spawn"), contenders(steps)
-    cores, available = (
-        context.Queue(),
-        sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0],
-    )
+    context = multiprocessing.get_context("spawn")
+    all_of_them = contenders(steps)
+    cores = context.Queue()
+    available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
     for core in available:
         cores.put(core)
     with ProcessPoolExecutor(len(available), context, take_core, (cores,)) as pool:
@@ -184,12 +186,15 @@ def compare(
             for name in names
         }
         for name in names:
-            contender, runs = all_of_them[name], [run.result() for run in runs_of[name]]
+            contender = all_of_them[name]
+            runs = [run.result() for run in runs_of[name]]
             control = (
                 results[CONTROL]["losses"] if CONTROL in results else [run["loss"] for run in runs]
             )
             ratios = [run["loss"] / exact for run, exact in zip(runs, control, strict=False)]
-            ratio, limit, rate = float(np.mean(ratios)), contender.limit, RATES.get(name, RATE)
+            ratio = float(np.mean(ratios))
+            limit = contender.limit
+            rate = RATES.get(name, RATE)
             results[name] = {
                 "learning_rate": rate,
                 "losses": [run["loss"] for run in runs],
@@ -268,16 +273,19 @@ def main():
     if given.tune is not None:
         tune(text, given.steps, given.tune or list(contenders(given.steps)), given.grid)
         return
-    names, known = list(contenders(given.steps)), {}
+    names = list(contenders(given.steps))
+    known = {}
     if given.only:
         before = json.loads((Path(__file__).parent / "results" / "convergence.json").read_text())[
             "results"
         ]
-        if unknown := set(given.only) - set(names):
+        unknown = set(given.only) - set(names)
+        if unknown:
             parser.error(f"unknown {sorted(unknown)}; there are {names}")
         if (before["steps"], before["seeds"]) != (given.steps, given.seeds):
             parser.error(f"the JSON has {before['steps']} steps and {before['seeds']} seeds")
-        names, known = given.only, before["contenders"]
+        names = given.only
+        known = before["contenders"]
     results = compare(text, given.steps, given.seeds, names, known)
     entropy = text.unigram_entropy()
     tokens = given.steps * BATCH * LENGTH

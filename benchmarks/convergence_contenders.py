@@ -12,7 +12,8 @@ import shardopt as so
 from shardopt.models import gpt
 
 CONFIG = gpt.config(dim=32, num_layers=1, num_heads=2, max_length=32)
-DEVICES, H = 4, 50
+DEVICES = 4
+H = 50
 CONTROL = "ddp, exact"
 WARM_UP = 0.1  # of the steps
 RATE = 1.6e-2
@@ -38,11 +39,9 @@ def contenders(steps: int) -> dict[str, Contender]:
 
     For 0, as they are when no reducer warms up any more.
     """
-    model, plain, apart = (
-        gpt.model(CONFIG),
-        so.make_mesh(data=DEVICES),
-        so.make_mesh(replica=DEVICES, data=1),
-    )
+    model = gpt.model(CONFIG)
+    plain = so.make_mesh(data=DEVICES)
+    apart = so.make_mesh(replica=DEVICES, data=1)
     feedback = so.reducers.error_feedback
 
     def compressed(reducer):

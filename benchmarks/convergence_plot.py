@@ -40,7 +40,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for name, row in rows.items():
         reducer, _, feedback = name.rpartition(", ")
         if reducer:
-            colour, dashed = _COLOURS[compressed.index(reducer)], feedback == "none"
+            colour = _COLOURS[compressed.index(reducer)]
+            dashed = feedback == "none"
             label = None if dashed else f"{reducer}, {row['ratio']:.3f}"
             plot(
                 left,

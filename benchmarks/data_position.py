@@ -17,7 +17,9 @@ from pathlib import Path
 if __name__ != "__main__" or sys.argv[1:2] != ["job"]:
     from common import write_json
 
-DOCUMENTS, LENGTH, ROWS = 4000, 64, 12
+DOCUMENTS = 4000
+LENGTH = 64
+ROWS = 12
 RUNS = ((4, 10), (2, 20), (3, 30))
 """(processes, steps in all) of each run."""
 
@@ -40,7 +42,8 @@ def packed():
 
 def numbers_in(batch) -> list[int]:
     """Return the documents that end in the rows of a batch, once for each piece."""
-    tokens, segments = batch["tokens"], batch["segment_ids"]
+    tokens = batch["tokens"]
+    segments = batch["segment_ids"]
     return [
         int(row[ids == i][0])
         for row, ids in zip(tokens, segments, strict=True)

@@ -21,7 +21,9 @@ import shardopt as so
 from shardopt.models import gpt
 
 CONFIG = gpt.config(dim=32, num_layers=1, num_heads=2, max_length=32)
-RATE, EVERY, LIMIT = 1.6e-2, 500, 1.01
+RATE = 1.6e-2
+EVERY = 500
+LIMIT = 1.01
 
 
 def optimizers(steps: int) -> dict[str, optax.GradientTransformation]:
@@ -39,7 +41,8 @@ def main():
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args()
-    task, rows = Task(CONFIG), {}
+    task = Task(CONFIG)
+    rows = {}
     for name, tx in optimizers(given.steps).items():
         runs = task.train(tx, given.steps, range(given.seeds), EVERY)
         rows[name] = {key: [run[key] for run in runs] for key in ("loss", "curve", "seconds")}

@@ -31,8 +31,12 @@ import shardopt as so
 from shardopt import data
 from shardopt.models import moe
 
-BATCH, LENGTH, DIM = 16, 32, 32
-RATE, BIAS_RATE, LOSS_RATE = 3e-3, 0.02, 0.1
+BATCH = 16
+LENGTH = 32
+DIM = 32
+RATE = 3e-3
+BIAS_RATE = 0.02
+LOSS_RATE = 0.1
 EVERY, HELD_OUT = 125, 32  # steps between points of a curve; batches of an evaluation
 SHAPE = {"dim": DIM, "num_layers": 1, "num_heads": 2}
 CONTENDERS = {
@@ -51,11 +55,9 @@ def train(
     opt: so.ShardedOptimizer, config: moe.config, batches: list, held_out: list, seed: int
 ) -> dict[str, Any]:
     """Return the curves of held-out loss and of imbalance, and both at the end."""
-    state, losses, imbalance = (
-        opt.init(lambda rng: moe.init(config, rng), jax.random.key(seed)),
-        [],
-        [],
-    )
+    state = opt.init(lambda rng: moe.init(config, rng), jax.random.key(seed))
+    losses = []
+    imbalance = []
     start = time.perf_counter()
     for step, batch in enumerate(batches, 1):
         state, metrics = opt.step(state, batch)

@@ -142,7 +142,8 @@ def compile_row(row: Row) -> dict[str, Any]:
         expert=row.expert,
         replica=row.replica,
     )
-    if folder := os.environ.get("EXPERTS_POD_HLO"):
+    folder = os.environ.get("EXPERTS_POD_HLO")
+    if folder:
         (Path(folder) / f"{row.name.replace(' ', '_')}.txt").write_text(report.text)
     step = of_report(report)
     return {
@@ -169,7 +170,9 @@ def kernels(text: str, row: Row) -> dict[str, dict[str, float]]:
     from shardopt.hlo._hlo_text import operands, parse
     from shardopt.hlo._walk import callees, trip_count
 
-    shape, module, found = shape_of(row), parse(text), {}
+    shape = shape_of(row)
+    module = parse(text)
+    found = {}
     tokens = min(LENGTH, shape.expert_chunk or LENGTH)
 
     def walk(name: str, times: int) -> None:
@@ -224,13 +227,15 @@ def compared(row: Row, facts: dict[str, Any]) -> dict[str, Any]:
     layout = ParallelLayout(
         row.replica, chips // row.expert // row.replica, expert=row.expert, remat=True, **half
     )
-    work, chip = shape_of(row).workload(), parse_topology(row.topology)[0]
+    work = shape_of(row).workload()
+    chip = parse_topology(row.topology)[0]
     told = predict(work, layout, hardware=chip, batch_size=chips, tx=optimizer())
     arguments = told.memory.params + told.memory.opt_state + stored_bytes((1, LENGTH + 1), 4)
     splash = sum(one["flops"] for name, one in facts["kernels"].items() if "splash" in name)
     flops = facts["dense_flops"] + sum(one["flops"] for one in facts["kernels"].values())
     stated = step_flops(work, layout, batch_size=chips, on_tpu=shape_of(row))
-    active, shape = step_flops(work, layout, batch_size=chips), shape_of(row)
+    active = step_flops(work, layout, batch_size=chips)
+    shape = shape_of(row)
     attention = 4 * work.num_blocks * work.attention.flops  # forwards twice and backwards
     tokens = row.expert * min(LENGTH, shape.expert_chunk or LENGTH)
     # of ragged_dot and of megablox
@@ -260,7 +265,8 @@ def sent(report, row: Row) -> dict[str, dict[str, float]]:
 
     Of ragged exchanges those of as many rows from all chips.
     """
-    shape, found = shape_of(row), {}
+    shape = shape_of(row)
+    found = {}
     rows = min(LENGTH, shape.expert_chunk or LENGTH) * shape.top_k
     for one in report.collectives:
         axes = [axis for axis in one.axes or () if report.mesh_shape[axis] > 1]
@@ -314,10 +320,8 @@ def cells(name: str, one: dict[str, Any]) -> list[str]:
     summed = lambda kinds: sum(
         to["wire_bytes"] for key, to in one["sent"].items() if key.startswith(kinds)
     )
-    gathered, exchanged = (
-        summed(("all-gather", "reduce-scatter", "all-reduce")),
-        summed("ragged-all-to-all"),
-    )
+    gathered = summed(("all-gather", "reduce-scatter", "all-reduce"))
+    exchanged = summed("ragged-all-to-all")
     stated = sum(sent for key, sent in one["stated"].items() if "all-to-all" not in key)
     tokens = one["stated"].get("all-to-all of tokens over expert", 0.0)
     return [

@@ -78,7 +78,9 @@ class _Island:
 
 class _Simulation:
     def __init__(self, failures: Failures, recovery: Recovery, generator: np.random.Generator):
-        self.failures, self.recovery, self.generator = failures, recovery, generator
+        self.failures = failures
+        self.recovery = recovery
+        self.generator = generator
         self.mean = failures.mtbf / recovery.chips * recovery.islands  # of one island
         self.islands = [_Island(self._draw()) for _ in range(recovery.islands)]
         self.has_snapshots = recovery.snapshot_every is not None
@@ -86,8 +88,11 @@ class _Simulation:
         if recovery.islands > 1:
             self.copy_every = failures.exchange or math.inf
         self.save_every = recovery.save_every or math.inf
-        self.until_copy, self.until_save = self.copy_every, self.save_every
-        self.now, self.num_failures, self.useful = 0.0, 0, 0.0
+        self.until_copy = self.copy_every
+        self.until_save = self.save_every
+        self.now = 0.0
+        self.num_failures = 0
+        self.useful = 0.0
         self.lost = dict.fromkeys(CAUSES, 0.0)
         self.wait: tuple[str, float] | None = None  # the cause and the end of a wait of all islands
         self.spares = recovery.spares
@@ -97,10 +102,8 @@ class _Simulation:
         while self.num_failures < num_failures:
             self._advance(self._next_event())
             self._handle()
-        islands, spare_chips = (
-            self.recovery.islands,
-            self.recovery.spares * self.failures.host_chips,
-        )
+        islands = self.recovery.islands
+        spare_chips = self.recovery.spares * self.failures.host_chips
         share = self.recovery.chips / (self.recovery.chips + spare_chips)
         lost = {
             cause: share * seconds / (islands * self.now) for cause, seconds in self.lost.items()
@@ -159,7 +162,8 @@ class _Simulation:
             if island.phases and island.phases[0][1] <= self.now + tiny:
                 island.phases.pop(0)
                 if not island.phases:
-                    island.until_failure, island.since_copy = self._draw(), 0.0
+                    island.until_failure = self._draw()
+                    island.since_copy = 0.0
                 return
         if not self._stalled():
             for island in self.islands:
@@ -206,12 +210,14 @@ class _Simulation:
             redone = member.lose(member.since_save if is_wide else self._since_copy(member))
             self.useful -= redone
             self.lost["redone"] += redone
-            end, member.phases = self.now, []
+            end = self.now
+            member.phases = []
             for cause, seconds in phases:
                 end += seconds
                 member.phases.append((cause, end))
         if is_wide or len(self.islands) == 1:
-            self.wait, self.until_copy = None, self.copy_every
+            self.wait = None
+            self.until_copy = self.copy_every
             self.until_save = self.save_every - self.islands[0].since_save
         elif self.failures.stall:
             self.wait = "stall", self.now + self.failures.stall

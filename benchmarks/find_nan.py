@@ -24,7 +24,10 @@ import shardopt as so
 from shardopt.models import gpt
 
 CONFIG = gpt.config(dim=128, num_layers=4, num_heads=4)
-ROWS, LENGTH, BAD_ROW, TOKEN = 16, 128, 5, 255
+ROWS = 16
+LENGTH = 128
+BAD_ROW = 5
+TOKEN = 255
 
 
 def model_of(case):
@@ -50,7 +53,8 @@ def search(strategy, case):
     tokens = np.random.default_rng(0).integers(0, TOKEN, size=(ROWS, LENGTH + 1), dtype=np.int32)
     tokens[BAD_ROW, 7] = TOKEN
     state = opt.init(params)
-    worked, start = time.process_time(), time.perf_counter()
+    worked = time.process_time()
+    start = time.perf_counter()
     found = so.find_nan(opt, state, {"tokens": tokens})
     seconds = {"seconds": time.perf_counter() - start, "core seconds": time.process_time() - worked}
     facts = {}

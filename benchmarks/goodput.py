@@ -28,7 +28,9 @@ from failure_simulation import simulate_failures
 from shardopt.planning import Failures, plan_recovery
 from shardopt.planning._recovery import Recovery
 
-MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
+MINUTE = 60.0
+HOUR = 3600.0
+DAY = 86400.0
 YEAR = 365 * DAY
 
 
@@ -85,7 +87,8 @@ def with_interval(interval, chips, failures, **periods):
 
 def llama_3():
     """419 unexpected interruptions in 54 days."""
-    interval, chips = 54 * DAY / 419, 16_384
+    interval = 54 * DAY / 419
+    chips = 16_384
     save = 405e9 * 14 / 2e12
     for detect, text in (
         (0.0, "failures noticed at once"),
@@ -115,7 +118,8 @@ def byterobust():
     def mean(seconds):
         return sum(counts[kind] * seconds[kind] for kind in counts) / sum(counts.values())
 
-    interval, step = 90 * DAY / sum(counts.values()), 20.0
+    interval = 90 * DAY / sum(counts.values())
+    step = 20.0
     for localize in (120.0, 900.0):
         inputs = {
             "restart": mean(restart),
@@ -145,7 +149,8 @@ def byterobust():
 
 def ft_hsdp():
     """One failure in 18 minutes on 98,304 GPUs."""
-    chips, interval = 12 * 8192, 18 * MINUTE
+    chips = 12 * 8192
+    interval = 18 * MINUTE
     failures, recovery = with_interval(
         interval, chips, {"restart": 10 * MINUTE, "save": 0.59}, spares=0
     )
@@ -180,10 +185,8 @@ def decoupled_diloco():
     stated = "chips, one failure of a chip a year, learners"
     for scale, published in ((1, 0.27), (2, 0.18)):
         failures, recovery = diloco_job(scale * chips, restart=restart)
-        kind, assumed = (
-            ("calibrated" if scale == 1 else "prediction"),
-            f"{restart:.0f} s of restart, solved for from the 27%",
-        )
+        kind = "calibrated" if scale == 1 else "prediction"
+        assumed = f"{restart:.0f} s of restart, solved for from the 27%"
         yield Row(
             f"data parallel, {1.2 * scale:.1f}M chips",
             published,
@@ -221,10 +224,12 @@ def decoupled_diloco():
 
 
 def main():
-    rows, results = [*llama_3(), *byterobust(), *ft_hsdp(), *decoupled_diloco()], []
+    rows = [*llama_3(), *byterobust(), *ft_hsdp(), *decoupled_diloco()]
+    results = []
     print(f"{'run':40} {'published':>9} {'predicted':>9} {'simulated':>9}  kind")
     for row in rows:
-        predicted, simulated = row.recovery.training_share, None
+        predicted = row.recovery.training_share
+        simulated = None
         if row.recovery.islands <= 12:  # thousands of slices take the simulation minutes
             simulated = simulate_failures(
                 row.failures, row.recovery, num_failures=1500

@@ -33,7 +33,10 @@ from restarts import ROOT, WORKER, note, pid_of
 
 from shardopt.planning import Failures, plan_recovery
 
-PROCESSES, EVERY, PAUSE, MEAN = 16, 30, 0.25, 30.0
+PROCESSES = 16
+EVERY = 30
+PAUSE = 0.25
+MEAN = 30.0
 
 
 def run_with_kills(draws, victims, folder):
@@ -129,7 +132,8 @@ def main(num_kills):
         attempts, steps, kills = run_with_kills(draws, victims, Path(name))
     # the first attempt is the start of the job, and the last one was not killed
     whole = list(zip(attempts[1 : len(draws)], kills, kills[1:], strict=False))
-    odd, even = whole[0::2], whole[1::2]
+    odd = whole[0::2]
+    even = whole[1::2]
     restart, save, step = inputs(odd, steps)
     mean = statistics.mean(draws[2::2])
     failures = Failures(mtbf=mean * PROCESSES, restart=restart, save=max(save, 1e-3))

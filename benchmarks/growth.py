@@ -108,7 +108,8 @@ def batch_of(rows, width):
 
 def small(rounds):
     """Milliseconds of the calling thread for a call, on one device, with numpy batches."""
-    results, mesh = {}, so.make_mesh(data=1, devices=jax.devices()[:1])
+    results = {}
+    mesh = so.make_mesh(data=1, devices=jax.devices()[:1])
     for name, (width, layers) in SMALL.items():
         params = {f"w{i}": np.eye(width, dtype=np.float32) for i in range(layers)}
         batch = batch_of(64, width)
@@ -138,7 +139,8 @@ def small(rounds):
 
 def placed(rounds):
     """Steps with batches that are placed, of as many bytes on a device as a leaf of the state."""
-    results, mesh = {}, so.make_mesh(data=8)
+    results = {}
+    mesh = so.make_mesh(data=8)
     for count in LEAVES:
         params = {f"w{i}": np.eye(16, dtype=np.float32) for i in range(count)}
         _, contestants = contestants_of_steps(
@@ -152,7 +154,8 @@ def placed(rounds):
 
 def lower(rounds):
     """Trace and lowering of the first step."""
-    results, mesh = {}, so.make_mesh(data=8)
+    results = {}
+    mesh = so.make_mesh(data=8)
     for count in (32, *LEAVES):
         for strategy in (so.ddp, so.fsdp):
 
@@ -180,7 +183,8 @@ def lower(rounds):
 
 def report(rounds):
     """The first and the second report of a layout."""
-    results, mesh = {}, so.make_mesh(data=8)
+    results = {}
+    mesh = so.make_mesh(data=8)
     for count in LEAVES:
         opt = so.fsdp(TX, mesh, loss_fn)
         opt.specs(shapes(count))
@@ -193,7 +197,8 @@ def report(rounds):
 
 def init(rounds):
     """The first state, next to a jitted initialisation with the same placements."""
-    results, mesh = {}, so.make_mesh(data=8)
+    results = {}
+    mesh = so.make_mesh(data=8)
     for count in LEAVES:
 
         def first(rng, count=count):
@@ -228,7 +233,8 @@ def restore(rounds):
     opt = so.fsdp(TX, mesh, loss_fn)
     draw = np.random.default_rng(0)
     state = opt.init({f"w{i}": draw.normal(size=(2048, 2048)).astype(np.float32) for i in range(4)})
-    ours_folder, orbax_folder = tempfile.mkdtemp(), f"{tempfile.mkdtemp()}/state"
+    ours_folder = tempfile.mkdtemp()
+    orbax_folder = f"{tempfile.mkdtemp()}/state"
     so.save(ours_folder, state)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as writer:
         writer.save(orbax_folder, state._asdict())

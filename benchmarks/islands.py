@@ -34,7 +34,8 @@ from shardopt.parameter_server import SimulatedWorker, simulate
 TOKENS = 100 * 32768
 MESSAGE_BYTES = 2 * 150e6
 SERVER_SECONDS = 2 * MESSAGE_BYTES / 1.25e9
-THERE, AWAY = 4 * 3600.0, 3600.0
+THERE = 4 * 3600.0
+AWAY = 3600.0
 SKIPPED = 3600.0
 """Seconds before anything is counted: at the start all rounds begin at once."""
 
@@ -74,7 +75,8 @@ def periods(draw, end):
 
 def islands(count, end, seed=0):
     draw = np.random.default_rng(seed)
-    seconds, bandwidth = lognormal(draw, 900, 0.7, count), lognormal(draw, 12.5e6, 0.8, count)
+    seconds = lognormal(draw, 900, 0.7, count)
+    bandwidth = lognormal(draw, 12.5e6, 0.8, count)
     latency = draw.uniform(0.02, 0.15, count)
     return [
         SimulatedWorker(float(s), float(lag), float(b), periods(draw, end))
@@ -94,7 +96,8 @@ def closed_forms(workers, servers):
     def too_many(wait):
         return (rates(wait) * math.exp(wait / THERE)).sum() > servers / SERVER_SECONDS
 
-    low, high = 0.0, 10 * THERE
+    low = 0.0
+    high = 10 * THERE
     while too_many(0.0) and high - low > 1e-3:
         middle = (low + high) / 2
         low, high = (middle, high) if too_many(middle) else (low, middle)
@@ -115,7 +118,8 @@ def run(count, servers, hours, max_staleness=None):
     wall = time.perf_counter() - began
     events = result.log.columns()
     counted = (events["kind"] == 2) & (events["time"] > SKIPPED)  # pushes
-    pushes, pulls = counted.sum(), ((events["kind"] == 1) & (events["time"] > SKIPPED)).sum()
+    pushes = counted.sum()
+    pulls = ((events["kind"] == 1) & (events["time"] > SKIPPED)).sum()
     expected, late, wait = closed_forms(workers, servers)
     return Found(
         count,
@@ -141,7 +145,8 @@ def plot(found, path):
     colors = {1: "#4269d0", 2: "#efb118", 4: "#ff725c", 8: "#3ca951"}
     for servers in sorted({one.servers for one in free}):
         rows = sorted(one for one in free if one.servers == servers)
-        counts, name = [one.islands for one in rows], f"{servers} server{'s' * (servers > 1)}"
+        counts = [one.islands for one in rows]
+        name = f"{servers} server{'s' * (servers > 1)}"
         look = {"color": colors[servers], "marker": "o", "markersize": 4, "linewidth": 0}
         line = {"color": colors[servers], "linewidth": 1}
         axes[0, 0].plot(counts, [one.tokens_per_second / 1e6 for one in rows], label=name, **look)

@@ -32,14 +32,18 @@ from typing import NamedTuple
 
 from common import write_json
 
-HEADS, GROUP_SIZE, LENGTH, WIDTH = 32, 4, 4096, 128
+HEADS = 32
+GROUP_SIZE = 4
+LENGTH = 4096
+WIDTH = 128
 TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 FLAGS = (
     "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
     " --xla_jf_dump_llo_pass_label_regex=final_bundles"
 )
 SEGMENTED = "_segmented"
-FORWARD, BACKWARD = "splash_forward", "splash_backward"
+FORWARD = "splash_forward"
+BACKWARD = "splash_backward"
 PROGRAMS = {
     f"shardopt{heads}{segments}": (FORWARD, BACKWARD)
     for segments in ("", SEGMENTED)
@@ -51,7 +55,9 @@ PROGRAMS = {
 }
 """Program -> words in the names of its kernels. The number is the heads of queries of a step of
 shardopt's kernels, and the block of jax's. MaxText passes segments, also where a row has one."""
-ROW, GROUP, TILE = "row", "group", "tile"
+ROW = "row"
+GROUP = "group"
+TILE = "tile"
 KERNELS = {
     FORWARD: (TILE,),
     BACKWARD: (ROW, GROUP, ROW, GROUP),
@@ -114,14 +120,18 @@ def loop_of(text: str) -> Region:
     depths = {
         int(match[1], 16): match[3].count(">") for match, _ in lines if not match[4]
     }  # an empty bundle shows none
-    starts, opened, closed, last = [], [], [[]], -1
+    starts = []
+    opened = []
+    closed = [[]]
+    last = -1
 
     def close(at: int) -> None:
         parts = closed.pop()
         closed[-1].append(Region(opened.pop(), at, tuple(parts)))
 
     for match, line in lines:
-        at, label = int(match[1], 16), match[2]
+        at = int(match[1], 16)
+        label = match[2]
         if label == "LB":
             starts.append(at)
         if label == "PF" and opened:
@@ -148,7 +158,9 @@ def loop_of(text: str) -> Region:
 
 def counts_of(text: str, kernel: str, block: int, heads: int = 1) -> Counts:
     """Return the counts of a kernel from the text of its final bundles."""
-    uses, region, outside = KERNELS[kernel], loop_of(text), 0
+    uses = KERNELS[kernel]
+    region = loop_of(text)
+    outside = 0
     # a branch skips the body in the last steps, which only write. Small branches start or end
     # copies.
     while region.parts and (kernel == FORWARD or len(region.parts) != len(uses)):
@@ -191,7 +203,8 @@ def compile_program(program: str, topology: str) -> float:
     def ours(query, key, value, d_out, logsumexp):
         # not known to the compiler
         ids = logsumexp[:, 0].astype(jnp.int32) if program.endswith(SEGMENTED) else None
-        marks, rule = Marks(None, ids), MaskRule(True, None)
+        marks = Marks(None, ids)
+        rule = MaskRule(True, None)
         queries = Queries(query, d_out, logsumexp, logsumexp, marks)
         mixed = attend(query, key, value, ids, ids, rule)
         return *mixed, *gradients(queries, Keys(key, value, marks), rule, dtype=query.dtype)
@@ -312,24 +325,22 @@ def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
             word, _, size = name.partition(" ")
             block = int(size or 512)
             kernel = word.replace("dkv", "fused") if block == 1024 else word
-            phase, segments = (
-                kernel.removesuffix(SEGMENTED),
-                ", segmented" * kernel.endswith(SEGMENTED),
-            )
+            phase = kernel.removesuffix(SEGMENTED)
+            segments = ", segmented" * kernel.endswith(SEGMENTED)
             ours = re.fullmatch(r"splash_(forward|backward)_(\d)", phase)
             if ours:
-                direction, heads = ours[1], int(ours[2])
+                direction = ours[1]
+                heads = int(ours[2])
                 parallel = HEADS // (heads if direction == "forward" else GROUP_SIZE)
                 products = kernels.FORWARD if direction == "forward" else kernels.BACKWARD
                 owner = f"shardopt, {direction}, heads: {heads}{segments}"
             else:
-                parallel, products = HEADS if phase == "fwd" else 1, kernels.KERNELS[phase]
+                parallel = HEADS if phase == "fwd" else 1
+                products = kernels.KERNELS[phase]
                 owner = f"jax, {phase}{segments}"
             call = kernels.KernelCall(kernel, block, HEADS, LENGTH, WIDTH, parallel)
-            share, hardware = (
-                kernels.shared_by_cores(HARDWARE[chip].cores, parallel),
-                HARDWARE[chip],
-            )
+            share = kernels.shared_by_cores(HARDWARE[chip].cores, parallel)
+            hardware = HARDWARE[chip]
             flops = kernels.splash_flops(
                 *products, heads=HEADS, length=LENGTH, keys=WIDTH, values=WIDTH, block=block
             )

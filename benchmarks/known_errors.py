@@ -57,11 +57,13 @@ def strategy_rows():
     """Yield name, make(mesh, options), abstract parameters and the sizes of the mesh, for each step
     of ours.
     """
-    tx, batch_options = optax.adamw(1e-3), {"micro_batches": 4}
+    tx = optax.adamw(1e-3)
+    batch_options = {"micro_batches": 4}
     for tied in (False, True):
         config = gpt.config(vocab_size=512, dim=256, num_layers=1, num_heads=2, tied=tied)
         params = jax.eval_shape(lambda rng, config=config: gpt.init(config, rng), jax.random.key(0))
-        model, head = gpt.model(config), "tied" if tied else "untied"
+        model = gpt.model(config)
+        head = "tied" if tied else "untied"
         for name, make in [("ddp", so.ddp), ("zero1", so.zero), ("fsdp", so.fsdp)]:
             for view in ("per_device", "global"):
                 for sizes in ({"data": 4}, {"data": 2, "tensor": 2}):
@@ -104,7 +106,8 @@ def strategy_rows():
 
 def collectives_of(text):
     """Return each collective of a program with its result and whether it is outside loops, sorted."""
-    computation, rows = "", []
+    computation = ""
+    rows = []
     for line in text.splitlines():
         header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
         computation = ("main" if header[1] else "other") if header else computation

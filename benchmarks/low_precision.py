@@ -21,7 +21,12 @@ from common import commit, write_json
 
 RESULTS = Path(__file__).parent / "results" / "low_precision.json"
 PRECISIONS = ("float32", "int8", "fp8")
-DIM, LENGTH, BATCH, RATE, SEEDS, HELD_OUT = 192, 128, 16, 2e-3, range(6), 16
+DIM = 192
+LENGTH = 128
+BATCH = 16
+RATE = 2e-3
+SEEDS = range(6)
+HELD_OUT = 16
 
 
 def train(precision: Literal["float32", "int8", "fp8"], seed: int, steps: int) -> float:

@@ -66,7 +66,8 @@ def steps_to(curve: list[list[float]], loss: float) -> float | None:
 
 
 def compare(steps: int, seeds: int, names: list[str], known: dict[str, Any]) -> dict[str, Any]:
-    task, rows = Task(CONFIG), dict(known)
+    task = Task(CONFIG)
+    rows = dict(known)
     for name in names:
         adam_rate = rows["adamw"]["learning_rate"] if name != "adamw" else GRID[0]
         make = optimizers(steps, adam_rate)[name]

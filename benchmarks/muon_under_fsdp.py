@@ -28,7 +28,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardopt as so
 
-EXPERTS, DIM, HIDDEN, BLOCKS = 16, 64, 128, 8
+EXPERTS = 16
+DIM = 64
+HIDDEN = 128
+BLOCKS = 8
 ROWS = 16
 
 
@@ -43,7 +46,8 @@ def muon(params_of_matrices):
 def expert_leaves():
     """Return the abstract leaves of the experts of a layer."""
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
-    inner, outer = shape(EXPERTS, DIM, HIDDEN), shape(EXPERTS, HIDDEN, DIM)
+    inner = shape(EXPERTS, DIM, HIDDEN)
+    outer = shape(EXPERTS, HIDDEN, DIM)
     return {"gate": inner, "up": inner, "down": outer}
 
 
@@ -84,7 +88,8 @@ def bytes_of_their_update(tx, data: int) -> int:
         )
         return jax.tree.map(place, tree)
 
-    params, state = with_sharding(params), with_sharding(state)
+    params = with_sharding(params)
+    state = with_sharding(state)
 
     def update(grads, state, params):
         updates, state = tx.update(grads, state, params)
@@ -128,7 +133,8 @@ def separate():
 
 def run() -> dict:
     """Return Muon's bytes and Adam's bytes in each layout."""
-    adam, results = optax.adam(1e-2), {}
+    adam = optax.adam(1e-2)
+    results = {}
     for data in (1, 2):
         both = [bytes_of_their_update(tx, data) for tx in (muon(expert_leaves()), adam)]
         results[f"experts, marin's layout with data={data}, update alone"] = both

@@ -74,7 +74,8 @@ class Source:
     @cached_property
     def instructions(self) -> dict[str, Instruction]:
         """Every instruction that the entry computation reaches, by name."""
-        reached, waiting = set(), [self.module.entry]
+        reached = set()
+        waiting = [self.module.entry]
         while waiting:
             name = waiting.pop()
             if name not in reached and name in self.module.computations:
@@ -179,7 +180,8 @@ def _with_smaller_groups(
         }, ""
     if not _is_single(line) or line.opcode not in ("all-gather", "reduce-scatter"):
         return None
-    dims, dim = list(read_shape(line.shape).dims), int(attributes(line)["dimensions"].strip("{}"))
+    dims = list(read_shape(line.shape).dims)
+    dim = int(attributes(line)["dimensions"].strip("{}"))
     part = f"{line.name}.part"
     if line.opcode == "all-gather":
         dims[dim] //= times
@@ -224,7 +226,8 @@ def drop(source: Source, line: Instruction, draw: random.Random) -> Edit:
         return None
     else:
         operand = read_shape(source.instructions[values[0]].shape)
-        result, dim = read_shape(line.shape), int(attributes(line)["dimensions"].strip("{}"))
+        result = read_shape(line.shape)
+        dim = int(attributes(line)["dimensions"].strip("{}"))
         if line.opcode == "all-gather":
             times = result.dims[dim] // operand.dims[dim]
             last = f"concatenate({', '.join(['%' + values[0]] * times)}), dimensions={{{dim}}}"
@@ -260,7 +263,9 @@ def double(source: Source, line: Instruction, draw: random.Random) -> Edit:
     if line.opcode in ("all-to-all", "collective-permute"):
         lines.append(assign(line.name, line.shape, call(line, [first]), root=line.is_root))
         return {line.name: lines}, ""
-    parts, extra, words = [first], "", attributes(line)
+    parts = [first]
+    extra = ""
+    words = attributes(line)
     if line.shape.startswith("("):
         parts = [f"{first}.{place}" for place in range(len(operands(line)))]
         shapes = arrays(line.shape)
@@ -336,7 +341,8 @@ def move_after(source: Source, line: Instruction, draw: random.Random) -> Edit:
     ]
     if not readers:
         return None
-    reader, operand = draw.choice(readers), operands(line)[0]
+    reader = draw.choice(readers)
+    operand = operands(line)[0]
     values = [operand if value == line.name else value for value in operands(reader)]
     before = f"{reader.name}.before"
     lines = [
@@ -399,7 +405,8 @@ def change_dim(source: Source, line: Instruction, draw: random.Random) -> Edit:
     words = attributes(line)
     if "dimensions" not in words:
         return None
-    dim, size = int(words["dimensions"].strip("{}")), len(group_lists(source, line)[0])
+    dim = int(words["dimensions"].strip("{}"))
+    size = len(group_lists(source, line)[0])
     operand = list(read_shape(source.instructions[operands(line)[0]].shape).dims)
     others = [
         d
@@ -478,7 +485,8 @@ def other_device(source: Source, line: Instruction, draw: random.Random) -> Edit
     """Let one reader of the partition's id see the id of the next device."""
     if line.opcode != "partition-id" or not source.users.get(line.name):
         return None
-    reader, shifted = draw.choice(source.users[line.name]), f"{line.name}.next"
+    reader = draw.choice(source.users[line.name])
+    shifted = f"{line.name}.next"
     if reader.opcode in ("tuple", "while", "conditional"):
         return None
     values = [shifted if value == line.name else value for value in operands(reader)]
@@ -551,7 +559,8 @@ def synchronous(text: str) -> str:
 
 def mutants(text: str, count: int, seed: int) -> Iterator[Mutant]:
     """Yield up to `count` different mutants: kinds in turn, instructions at random."""
-    source, draw = Source(text), random.Random(seed)
+    source = Source(text)
+    draw = random.Random(seed)
     sites = [
         line
         for line in source.instructions.values()
@@ -583,14 +592,13 @@ def example_inputs(
     interpreter: Interpreter, shardings: Sequence[str], seed: int = 0
 ) -> list[np.ndarray]:
     """Return whole arguments: moments are positive, tokens small, keys any bits."""
-    draw, inputs = np.random.default_rng(seed), []
+    draw = np.random.default_rng(seed)
+    inputs = []
     devices = interpreter.replicas * interpreter.partitions
     for line, sharding in zip(interpreter.parameters, shardings, strict=True):
         shape = read_shape(line.shape)
-        name, tiles = (
-            attributes(line).get("metadata", ""),
-            tile_of_device(sharding, len(shape.dims), devices)[-1],
-        )
+        name = attributes(line).get("metadata", "")
+        tiles = tile_of_device(sharding, len(shape.dims), devices)[-1]
         dims = [size * count for size, count in zip(shape.dims, tiles, strict=True)]
         if shape.dtype == np.uint32:
             values = draw.integers(0, 2**31, dims)

@@ -42,7 +42,8 @@ def counts(step, state, batch, mesh):
     """Return flops, bytes and collectives of a compiled step."""
     lowered = step.lower(state, batch)
     compiled = lowered.compile()
-    cost, report = compiled.cost_analysis(), so.hlo.audit(lowered, mesh=mesh)
+    cost = compiled.cost_analysis()
+    report = so.hlo.audit(lowered, mesh=mesh)
     return {
         "flops of products": int(inner_product_flops(compiled) or 0),
         "flops, loops once": int(cost["flops"]),
@@ -104,7 +105,8 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=30)
-    rounds, results = parser.parse_args().rounds, {}
+    rounds = parser.parse_args().rounds
+    results = {}
     for size, (config, batch_rows, length) in SIZES.items():
         for name, strategy in STRATEGIES.items():
             results[f"{name}, {size}"] = row = compare(strategy, config, batch_rows, length, rounds)

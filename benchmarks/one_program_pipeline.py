@@ -25,7 +25,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardopt as so
 
-STAGES, BLOCKS, DIM, ROWS = 4, 8, 64, 64
+STAGES = 4
+BLOCKS = 8
+DIM = 64
+ROWS = 64
 COUNTS = (4, 8, 16, 32)
 TX = optax.sgd(1e-2)
 

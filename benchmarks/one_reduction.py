@@ -26,7 +26,10 @@ from jax.sharding import PartitionSpec as P
 
 import shardopt as so
 
-DIM, BLOCKS, ROWS, MICRO_BATCHES = 64, 8, 64, 8
+DIM = 64
+BLOCKS = 8
+ROWS = 64
+MICRO_BATCHES = 8
 TX = optax.adam(1e-2)
 
 
@@ -64,7 +67,8 @@ def of_gradients(report) -> dict:
 
 def of_jit(step, batch, *trees) -> dict:
     mesh = so.make_mesh(data=8)
-    copied, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    copied = NamedSharding(mesh, P())
+    rows = NamedSharding(mesh, P("data"))
     place = lambda tree: jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=copied), tree
     )

@@ -24,7 +24,8 @@ import shardopt as so
 from shardopt.models import gpt
 
 CONFIG = gpt.config(dim=128, num_layers=4, num_heads=4)
-BATCH, LENGTH = 16, 128
+BATCH = 16
+LENGTH = 128
 TX = optax.adamw(1e-3)
 
 

@@ -46,7 +46,8 @@ import shardopt as so
 from shardopt.models import gpt
 from shardopt.remat._split_backward import split_backward
 
-STAGES, ROWS = 4, 2
+STAGES = 4
+ROWS = 2
 SCHEDULES = {
     "gpipe": so.schedules.gpipe,
     "eager_one_f_one_b": so.schedules.eager_one_f_one_b,
@@ -94,7 +95,8 @@ def compiled(schedule, micro_batches, *, remat, config=SMALL):
 
 def memory():
     """Temporary memory in units of one activation [rows, length, dim]."""
-    counts, unit = (4, 8, 16, 32), ROWS * SMALL.max_length * SMALL.dim * 4
+    counts = (4, 8, 16, 32)
+    unit = ROWS * SMALL.max_length * SMALL.dim * 4
     table = Table(
         "schedule",
         "keeps",
@@ -105,7 +107,8 @@ def memory():
     results = {}
     for remat in (True, False):
         for name, schedule in SCHEDULES.items():
-            found, peaks = [], []
+            found = []
+            peaks = []
             for m in counts:
                 program, _, built = compiled(schedule, m, remat=remat)
                 found.append(program.memory_analysis().temp_size_in_bytes / unit)
@@ -213,7 +216,8 @@ def gpipe_by_autodiff(params, micro_batches, config):
     """A scanned gpipe: fill and drain by ppermute, every stage rematerialised, jax.grad through it
     all.
     """
-    model, mesh = gpt.model(config), so.make_mesh(pipeline=STAGES, devices=jax.devices()[:STAGES])
+    model = gpt.model(config)
+    mesh = so.make_mesh(pipeline=STAGES, devices=jax.devices()[:STAGES])
     specs = {name: P("pipeline") if name == "blocks" else P() for name in params}
 
     def local(params, batch):
@@ -265,7 +269,10 @@ def timing(rounds, config, *, remat, micro_batches=8):
     params = jax.device_get(gpt.init(config, jax.random.key(0)))
     size = (ROWS * micro_batches, config.max_length + 1)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, size=size, dtype=np.int32)
-    batch, runs, states, losses = {"tokens": tokens}, {}, {}, {}
+    batch = {"tokens": tokens}
+    runs = {}
+    states = {}
+    losses = {}
 
     def add(name, opt):
         states[name] = opt.init(params)
@@ -301,9 +308,11 @@ def timing(rounds, config, *, remat, micro_batches=8):
         f"Seconds a step, {gpt.num_parameters(config):,} parameters, {micro_batches} micro-batches"
         f" of {ROWS} rows, {label}"
     )
-    table, results = Table("", "median", "of plain", title=title), {}
+    table = Table("", "median", "of plain", title=title)
+    results = {}
     for name, seconds in times.items():
-        of_plain, median = median_ratio(seconds, times["plain"]), float(np.median(seconds))
+        of_plain = median_ratio(seconds, times["plain"])
+        median = float(np.median(seconds))
         table.add_row(name, f"{median:.3f}", f"{of_plain:.3f}")
         results[name] = {"median_seconds": median, "of_plain": of_plain}
     CONSOLE.print(table)

@@ -30,7 +30,8 @@ def main():
     )
     parser.add_argument("--only", default="", help="only rows whose name contains this")
     options = parser.parse_args()
-    if unknown := set(options.parts) - set(PARTS):
+    unknown = set(options.parts) - set(PARTS)
+    if unknown:
         parser.error(f"unknown parts {sorted(unknown)}; there are {', '.join(PARTS)}")
     fake_devices(8)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -111,7 +112,8 @@ def summary(results):
                     f"{part}: predicted / real {of}: median {statistics.median(ratios):.3f}, worst"
                     f" {worst:.3f}, {within} of {len(ratios)} within {limit:.0%}"
                 )
-    if rows := results.get("ranking"):
+    rows = results.get("ranking")
+    if rows:
         last = rows[-1]
         lines.append(
             f"ranking: Spearman {last['spearman']:.3f}, of cpu seconds"
@@ -122,7 +124,8 @@ def summary(results):
             f"published: {row['name']}: MFU predicted {row['predicted']:.1%}, published"
             f" {row['published']:.1%}"
         )
-    if rows := results.get("diloco"):
+    rows = results.get("diloco")
+    if rows:
         count = sum(len(row["ratios"]) for row in rows)
         within = sum(row["within_a_rung"] for row in rows)
         lines.append(f"diloco: {within} of {count} bandwidths within a rung (1.21) of the paper's")

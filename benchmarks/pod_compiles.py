@@ -109,7 +109,8 @@ def compared(facts):
     """Return what is predicted of a case beside what was compiled."""
     _, topology, slices, replica, tensor, rows, *_ = facts["case"]
     shape = shape_of(facts["case"])
-    chip, chips = parse_topology(topology)[0], facts["chips"]
+    chip = parse_topology(topology)[0]
+    chips = facts["chips"]
     batch_size = rows * chips // tensor
     layout = ParallelLayout(
         replica=replica,
@@ -118,7 +119,8 @@ def compared(facts):
         remat=True,
         gather_dtype=jnp.bfloat16,
     )
-    work, tx = shape.workload(), optax.adamw(1e-3)
+    work = shape.workload()
+    tx = optax.adamw(1e-3)
     told = predict(work, layout, hardware=chip, batch_size=batch_size, tx=tx, slices=slices)
     formula = told.memory.params + told.memory.opt_state + stored_bytes((rows, LENGTH + 1), 4)
     flops = step_flops(work, layout, batch_size=batch_size)

@@ -99,7 +99,8 @@ def memory_rows(only):
                 continue
             program = lowered(shape, layout, batch_size).compile()
             told = predict(work, layout, hardware=_cpu(1e10, 1e10), batch_size=batch_size, tx=TX)
-            found, flops = memory(program), inner_product_flops(program)
+            found = memory(program)
+            flops = inner_product_flops(program)
             yield {
                 "name": name,
                 "held_out": shape is HELD_OUT_SHAPE,
@@ -148,10 +149,8 @@ def flops_rows(only):
             if only not in str(layout):
                 continue
             program = lowered(shape, layout, batch_size).compile()
-            told, seen = (
-                step_flops(work, layout, batch_size=batch_size),
-                program.cost_analysis()["flops"],
-            )
+            told = step_flops(work, layout, batch_size=batch_size)
+            seen = program.cost_analysis()["flops"]
             counted = inner_product_flops(program)
             yield {
                 "name": f"{layers} blocks: {layout}, {batch_size} rows",
@@ -172,14 +171,19 @@ def ranking_rows(only):
     the memory's.
     """
     shape = Transformer("ranked", dim=256, hidden=768, length=64, fused_attention=False, **SIZES)
-    work, chip = workload(shape), measured_cpu()
-    told, seen, worked = [], [], []
+    work = workload(shape)
+    chip = measured_cpu()
+    told = []
+    seen = []
+    worked = []
     for layout, batch_size in RANKED:
         if only not in str(layout):
             continue
         seconds, work_seconds = measure(shape, layout, batch_size)
         predicted = predict(work, layout, hardware=chip, batch_size=batch_size, tx=TX).time.total
-        told, seen, worked = [*told, predicted], [*seen, seconds], [*worked, work_seconds]
+        told = [*told, predicted]
+        seen = [*seen, seconds]
+        worked = [*worked, work_seconds]
         yield {
             "name": f"{layout}, {batch_size} rows",
             "predicted_seconds": predicted,

@@ -119,7 +119,9 @@ def published_rows(only):
             continue
         layout = ParallelLayout(data=chips, remat=remat, gather_dtype=jnp.bfloat16)
         if mfu is None:
-            mfu, layout, shape = deepseek_mfu(), DEEPSEEK, dataclasses.replace(shape, num_layers=64)
+            mfu = deepseek_mfu()
+            layout = DEEPSEEK
+            shape = dataclasses.replace(shape, num_layers=64)
         told = predict(
             shape.workload(), layout, hardware=HARDWARE[chip], batch_size=int(rows * chips)
         )

@@ -27,7 +27,8 @@ import shardopt as so
 from shardopt.losses import _global_view, _obstacle
 from shardopt.losses._separable import find_mixing
 
-CLAIM, SECONDS = 0.05, 0.05
+CLAIM = 0.05
+SECONDS = 0.05
 spent: list[float] = []
 
 

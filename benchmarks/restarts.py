@@ -25,7 +25,10 @@ from common import write_json
 
 ROOT = Path(__file__).parents[1]
 WORKER = ROOT / "tests" / "processes" / "launch" / "worker_with_snapshots.py"
-STEPS, EVERY, MEMORY_EVERY, PAUSE = 180, 50, 5, 0.12
+STEPS = 180
+EVERY = 50
+MEMORY_EVERY = 5
+PAUSE = 0.12
 WAYS = {
     "disk": (0, {"JAX_ENABLE_COMPILATION_CACHE": "false"}),
     "memory": (MEMORY_EVERY, {}),
@@ -108,7 +111,8 @@ def main(rounds):
     rng = random.Random(0)
     found = {way: [] for way in WAYS}
     for turn in range(rounds):
-        victim, at = rng.randrange(4), rng.randrange(105, 145)
+        victim = rng.randrange(4)
+        at = rng.randrange(105, 145)
         for way in list(WAYS)[:: 1 if turn % 2 else -1]:
             found[way].append(restart(way, victim, at))
             print(turn, way, found[way][-1], flush=True)

@@ -23,9 +23,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from common import write_json
 from support.rule_mutants import FILES, Bench, Mutant, mutants, row_mutants
 
-SEED, FEWEST = 61, 12
+SEED = 61
+FEWEST = 12
 """The seed of the sample, and the number of mutants of each file at least."""
-FEW, MANY = 16, 40
+FEW = 16
+MANY = 40
 """The seeds of the cases of a rule: a mutant that outlives the first meets the others."""
 KILLED = ("unsound", "error")
 RESULTS = Path(__file__).parent / "results" / "rule_mutants.json"
@@ -57,9 +59,11 @@ def sample(count: int, before: Collection[str]) -> list[Mutant]:
 
 def main(count: int, again: bool) -> None:
     start = time.perf_counter()
-    first, others = Bench(range(FEW)), Bench(range(FEW, MANY))
+    first = Bench(range(FEW))
+    others = Bench(range(FEW, MANY))
     before: dict[str, str] = json.loads(RESULTS.read_text())["results"]["fates"] if again else {}
-    chosen, fates = sample(count, before), {}
+    chosen = sample(count, before)
+    fates = {}
     for mutant in chosen:
         if before.get(key(mutant)) in KILLED:
             fates[key(mutant)] = before[key(mutant)]

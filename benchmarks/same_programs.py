@@ -38,7 +38,12 @@ from jax.sharding import PartitionSpec as P
 import shardopt as so
 
 R = so.reducers
-LAYERS, WIDTH, HIDDEN, INPUTS, OUTPUTS, ROWS = 4, 16, 32, 12, 8, 32
+LAYERS = 4
+WIDTH = 16
+HIDDEN = 32
+INPUTS = 12
+OUTPUTS = 8
+ROWS = 32
 RULES = [("up", P(None, "tensor")), ("down", P("tensor"))]
 SAME = ("jax", "jaxlib", "optax")
 """Packages that programs come from: records of other versions of them are not compared."""
@@ -234,10 +239,8 @@ def plain_rows():
     for s, name in ((0, "ddp"), (1, "zero1"), (2, "zero2"), (4, "fsdp")):
         for m, sizes in enumerate(MESHES):
             for p, problem in enumerate(("blocks", "plain")):
-                count, optimizer = (
-                    1 + (s + m + p) % 2,
-                    "momentum" if (s + 2 * m + p) % 5 == 0 else "adamw",
-                )
+                count = 1 + (s + m + p) % 2
+                optimizer = "momentum" if (s + 2 * m + p) % 5 == 0 else "adamw"
                 label = f"{name}, {optimizer}, micro_batches={count}"
                 yield row(label, name, sizes, problem, micro_batches=count, optimizer=optimizer)
 
@@ -415,7 +418,8 @@ def facts(compiled, mesh) -> dict[str, Any]:
 
 def write(path: Path, only: str = "") -> None:
     """Compile every row whose name has `only` in it, and write what was found."""
-    found, start = {}, time.monotonic()
+    found = {}
+    start = time.monotonic()
     for one in all_rows():
         if only not in one.name:
             continue
@@ -425,7 +429,8 @@ def write(path: Path, only: str = "") -> None:
         except Exception as error:
             error.add_note(f"same_programs: while compiling {one.name}")
             raise
-        if both := set(new) & set(found):
+        both = set(new) & set(found)
+        if both:
             raise SystemExit(f"same_programs: two rows are called {min(both)}.")
         found |= new
         print(
@@ -472,7 +477,8 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str
                 )
             )
             continue
-        one, other = counts(before[name]), counts(after[name])
+        one = counts(before[name])
+        other = counts(after[name])
         found += [
             (name, what, one.get(what), other.get(what))
             for what in sorted(one.keys() | other.keys())
@@ -484,7 +490,8 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str
 def table(found: list[tuple[str, str, Any, Any]]) -> str:
     """Return the differences, those of a program under its name."""
     width = max(len(what) for _, what, _, _ in found)
-    lines, last = [], None
+    lines = []
+    last = None
     for name, what, before, after in found:
         lines += [name] if name != last else []
         lines.append(

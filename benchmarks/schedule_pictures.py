@@ -23,7 +23,8 @@ _COLORS = {
     "backward": (0.13, 0.55, 0.42),
     "weight": (0.87, 0.55, 0.13),
 }
-_INK, _IDLE = "#22272e", "#eceef2"
+_INK = "#22272e"
+_IDLE = "#eceef2"
 _HALF_HEIGHT = 0.43  # half the height of a box, in stages
 _PALEST = 0.65  # the share of white in the colour of the last chunk
 _PASS_INCHES = 0.27  # inches per pass, unless the picture becomes too wide or too narrow
@@ -50,7 +51,8 @@ def draw(
     """
     from matplotlib.figure import Figure
 
-    ticks, times = schedule.ticks, pass_times(schedule.ticks, **times_of_passes)
+    ticks = schedule.ticks
+    times = pass_times(schedule.ticks, **times_of_passes)
     heading = str(schedule).partition("\n")[0], _summary(schedule, pace, times_of_passes)
     lefts, edges = (
         _lockstep_boxes(ticks, times) if pace == "lockstep" else _own_pace_boxes(ticks, times)
@@ -114,8 +116,10 @@ def _lockstep_boxes(ticks: Ticks, times: PassTimes) -> tuple[dict[str, np.ndarra
     If messages are sent ahead, stages begin a tick at different times: the edges are only the
     beginning and the end of all.
     """
-    begins, stage = program_begins(ticks, times), np.asarray(ticks.stage_of)[:, None]
-    lefts, busy_time = {}, np.zeros((ticks.num_ticks, ticks.num_stages))
+    begins = program_begins(ticks, times)
+    stage = np.asarray(ticks.stage_of)[:, None]
+    lefts = {}
+    busy_time = np.zeros((ticks.num_ticks, ticks.num_stages))
     for kind, pass_ticks in ticks.passes.items():
         lefts[kind] = begins[pass_ticks, stage] + busy_time[pass_ticks, stage]
         np.add.at(
@@ -176,7 +180,8 @@ def _draw_passes(
     shades = _shades(ticks)
     for kind, rows in lefts.items():
         for v, stage in enumerate(ticks.stage_of):
-            color, cost = shades[kind][ticks.chunk_of[v]], times.passes[kind][v]
+            color = shades[kind][ticks.chunk_of[v]]
+            cost = times.passes[kind][v]
             boxes = [(x, cost) for x in rows[v]]
             axes.broken_barh(
                 boxes,

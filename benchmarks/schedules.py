@@ -23,7 +23,10 @@ from pathlib import Path
 
 from common import write_json
 
-TOPOLOGY, STAGES, MICRO_BATCHES, TOKENS = "v5p:2x2x1", 4, 8, 2048
+TOPOLOGY = "v5p:2x2x1"
+STAGES = 4
+MICRO_BATCHES = 8
+TOKENS = 2048
 COUNTS = (8, 16, 32)
 
 
@@ -142,7 +145,8 @@ def _beside_passes(actions, start, done):
     kinds = [type(one).__name__ for one in actions]
     if "Branch" not in kinds:
         return 0
-    first, last = kinds.index("Branch"), len(kinds) - 1 - kinds[::-1].index("Branch")
+    first = kinds.index("Branch")
+    last = len(kinds) - 1 - kinds[::-1].index("Branch")
     begun = {one.key for one in actions[:first] if isinstance(one, start)}
     return len(begun & {one.key for one in actions[last:] if isinstance(one, done)})
 
@@ -165,7 +169,8 @@ def times(make, found, micro_batches):
     what a stage keeps.
     """
     schedule = make(STAGES, micro_batches)
-    size, scale = schedule.num_stages * schedule.num_chunks, 2 / schedule.num_chunks
+    size = schedule.num_stages * schedule.num_chunks
+    scale = 2 / schedule.num_chunks
     F, B, W = (
         scale * found[kind]["seconds"] if kind in found else 0.0
         for kind in ("forward", "backward", "weight")
@@ -289,7 +294,8 @@ def main():
         return pictures(options.pictures)
     path = Path(__file__).parent / "results" / "schedules.json"
     known = json.loads(path.read_text())["results"] if path.exists() else {}
-    rows, one_block = known.get("schedules", {}), known.get("one_block")
+    rows = known.get("schedules", {})
+    one_block = known.get("one_block")
     if options.only in (None, "one_block"):
         make = builders()["zero_bubble_v"]
         one_block = {

@@ -29,7 +29,8 @@ import optax
 import shardopt as so
 from shardopt.models import gpt
 
-CLAIM, SECONDS = 1.05, 0.3
+CLAIM = 1.05
+SECONDS = 0.3
 ROWS = 16
 
 

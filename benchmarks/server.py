@@ -38,7 +38,8 @@ from shardopt.parameter_server._run import RunSpec, WorkerCompute
 from shardopt.parameter_server._updates import finiteness
 from shardopt.parameter_server._worker import WorkerCompressors, codec_header
 
-WIDTH, LAYERS = 512, 8
+WIDTH = 512
+LAYERS = 8
 TX = optax.sgd(1e-3, momentum=0.9)
 REDUCERS = {"as it is": None, "int8": so.reducers.error_feedback(so.reducers.int8())}
 
@@ -106,7 +107,9 @@ def watch(path, places):
 
     Return what undoes it.
     """
-    seconds, lock, undo = collections.Counter(), threading.Lock(), []
+    seconds = collections.Counter()
+    lock = threading.Lock()
+    undo = []
 
     def timed(inner, name):
         def run(*arguments, **options):
@@ -160,7 +163,8 @@ def codec_of(reducer):
 
 def idle_compute(reducer):
     """Workers whose gradient is there already: what is left is moving and applying."""
-    compressors, ready = WorkerCompressors(codec_of(reducer)), {}
+    compressors = WorkerCompressors(codec_of(reducer))
+    ready = {}
 
     def update(worker, params, batch, clock):
         params = jax.block_until_ready(params)  # a real worker needs them at once
@@ -182,7 +186,8 @@ def serve(backend, reducer, pushes):
     Return rates, and what part of the time each worker or the server spent where.
     """
     with tempfile.TemporaryDirectory() as folder:
-        marks, here = Path(folder), os.getpid()
+        marks = Path(folder)
+        here = os.getpid()
 
         def server(donate):
             if os.getpid() != here:
@@ -199,7 +204,8 @@ def serve(backend, reducer, pushes):
         header = {"devices": [1, 1], **codec_header(codec_of(reducer))}
         spec = RunSpec("server", 2, server, compute, header, backend, devices=[1, 1])
         run = AsyncOptimizer(spec, spec.make_server(donate=True), (), TX, None, None).run
-        params, data = start(), lambda worker: iter(int, 1)
+        params = start()
+        data = lambda worker: iter(int, 1)
         if backend == "threads":
             run(params, data, num_updates=4)  # compiles
         undo = watch_server(marks) if backend == "threads" else lambda: None

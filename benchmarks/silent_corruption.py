@@ -54,9 +54,12 @@ def counted(rig, every, draws, seed):
 
     And the first ones that are not.
     """
-    rng, counts, missed = np.random.default_rng(seed), collections.Counter(), []
+    rng = np.random.default_rng(seed)
+    counts = collections.Counter()
+    missed = []
     for number in range(draws):
-        fault, at = faults.draw(rng, 4), int(rng.integers(every))
+        fault = faults.draw(rng, 4)
+        at = int(rng.integers(every))
         window = rig.window(every, number, fault, at, stuck=is_stuck(fault))
         device = rig.mesh.devices.flat[fault.device]
         named = window.names(device)
@@ -96,7 +99,8 @@ def faults_part(draws, output):
     with pytest.MonkeyPatch.context() as patch:
         now = faults.install(patch, break_function)
         for seed, name in enumerate(STRATEGIES):
-            start, rig = time.process_time(), faults.Rig(name, now, jax.devices())
+            start = time.process_time()
+            rig = faults.Rig(name, now, jax.devices())
             results[name] = counted(rig, 1, draws // len(STRATEGIES), seed)
             print(name, results[name], round(time.process_time() - start), flush=True)
             save("faults, k = 1", results, output)
@@ -127,13 +131,12 @@ def windows_part(draws, output):
 
 def clean_part(steps, output):
     """Train without faults, every step verified: any error is a false alarm."""
-    done, alarms = {}, 0
+    done = {}
+    alarms = 0
     for name in STRATEGIES:
         opt = faults.strategies(jax.devices())[name]()
-        verification, state = (
-            Verification(opt, 1, None, num_steps=10**9),
-            opt.init(faults.first_params()),
-        )
+        verification = Verification(opt, 1, None, num_steps=10**9)
+        state = opt.init(faults.first_params())
         rows = [batch for batch, _ in zip(faults.batches(4), range(16), strict=False)]
         for step in range(steps // len(STRATEGIES)):
             try:
@@ -156,7 +159,11 @@ def cost_part(output):
     """
     results = {}
     mesh = so.make_mesh(data=4)
-    width, blocks, vocab, rows, length = 256, 4, 2048, 32, 128
+    width = 256
+    blocks = 4
+    vocab = 2048
+    rows = 32
+    length = 128
 
     def embed(outer, batch):
         return outer["table"][batch[:, :-1]]
@@ -190,7 +197,8 @@ def cost_part(output):
         opt = make(optax.adam(1e-3), mesh, so.BlockModel(embed, block, loss))
         state = opt.init(params)
         verified, placed = verified_step(opt, state, batch)
-        plain, sums = opt.step.lower(state, batch), verified.program(0).lower(state, placed)
+        plain = opt.step.lower(state, batch)
+        sums = verified.program(0).lower(state, placed)
         leaves = jax.tree.leaves((state, placed))
         specs = tuple(leaf.sharding.spec for leaf in leaves)
         with jax.set_mesh(None):
@@ -204,7 +212,9 @@ def cost_part(output):
                 "temporary bytes": int(compiled.memory_analysis().temp_size_in_bytes),
             }
         state_bytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
-        once, twice, move_row = rows_of["plain step"], rows_of["step with sums"], rows_of["move"]
+        once = rows_of["plain step"]
+        twice = rows_of["step with sums"]
+        move_row = rows_of["move"]
         by_k = {
             k: {
                 count: round(

@@ -15,7 +15,8 @@ import optax
 from shardopt import data
 from shardopt.models import gpt
 
-BATCH, LENGTH = 16, 32
+BATCH = 16
+LENGTH = 32
 HELD_OUT = 64  # batches
 TUNING_SEED = 1000
 
@@ -29,7 +30,8 @@ class Task:
     """The text, and the model that learns it."""
 
     def __init__(self, config: gpt.config):
-        self.config, self.loss_fn = config, gpt.model(config).loss_fn
+        self.config = config
+        self.loss_fn = gpt.model(config).loss_fn
         self.windows, held_out = data.split(data.open_corpus(), LENGTH)
         drawn = [batch["tokens"] for batch in data.spread_batches(held_out, BATCH, HELD_OUT)]
         held_out = {"tokens": jnp.asarray(np.concatenate(drawn))}
@@ -56,7 +58,9 @@ class Task:
                 steps // every, every, BATCH, -1
             )
             params = gpt.init(self.config, jax.random.key(seed))
-            carry, curve, start = (params, tx.init(params)), [], time.perf_counter()
+            carry = (params, tx.init(params))
+            curve = []
+            start = time.perf_counter()
             for i, chunk in enumerate(tokens, 1):
                 carry = run(carry, chunk)
                 curve.append([i * every, float(self.evaluate(carry[0]))])

@@ -91,7 +91,8 @@ def main():
         text=True,
         env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""},
     )
-    rng, rows = random.Random(0), {}
+    rng = random.Random(0)
+    rows = {}
     for phase in PHASES:
         times = [measure(worker, phase, rng) for _ in range(repeats)]
         begins, ends = zip(*times, strict=True)

@@ -34,8 +34,10 @@ def child(folder, programs):
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    mesh, wrong = so.make_mesh(context=4), 0
-    x_spec, weight_spec = PartitionSpec(None, "context"), PartitionSpec("context")
+    mesh = so.make_mesh(context=4)
+    wrong = 0
+    x_spec = PartitionSpec(None, "context")
+    weight_spec = PartitionSpec("context")
 
     def layer(weights, x):
         query, key, value = (jnp.einsum("btd,dhk->bthk", x, w) for w in weights[:3])

@@ -34,7 +34,10 @@ from shardopt.parameter_server._optimizer import AsyncOptimizer
 from shardopt.parameter_server._server import ServerSettings
 from shardopt.parameter_server._worker import sgd_spec
 
-WORKERS, SLOWER, DIM, ROWS = 4, 4, 64, 16
+WORKERS = 4
+SLOWER = 4
+DIM = 64
+ROWS = 16
 BOUNDS = [0, 1, 2, 4, None]
 TRUTH = np.random.default_rng(0).normal(size=DIM).astype(np.float32)
 
@@ -50,7 +53,8 @@ def sleeper(tx, max_staleness, durations):
     A callback in the loss would not do: XLA runs as many as there are cores at once, and four
     workers need four.
     """
-    meshes, programs = worker_meshes(jax.devices()[:1] * WORKERS), []
+    meshes = worker_meshes(jax.devices()[:1] * WORKERS)
+    programs = []
     spec = sgd_spec("stragglers", tx, loss_fn, meshes, ServerSettings(max_staleness))
 
     def slow_compute(batches_of, key):
@@ -96,7 +100,8 @@ def closed_form(name, s):
 
 def measure(name, s, step, seconds):
     """Run threads for so many seconds; return rates and the loss after each update."""
-    durations, end = durations_of(name, step), [np.inf]
+    durations = durations_of(name, step)
+    end = [np.inf]
 
     def batches_of(worker):
         data = np.random.default_rng([1, worker])
@@ -110,7 +115,8 @@ def measure(name, s, step, seconds):
     params = {"w": np.zeros(DIM, np.float32)}
     run(params, batches_of, num_updates=1 if s == 0 else WORKERS)  # compiles
     end[0] = time.perf_counter() + seconds
-    log, metrics = (result := run(params, batches_of, num_updates=10**9)).log, result.metrics
+    log = (result := run(params, batches_of, num_updates=10**9)).log
+    metrics = result.metrics
     began = next(one.time for one in log if one.kind == "pull")
     return {
         "pushes_per_second": metrics["pushes"] / (metrics["seconds"] - began),
@@ -140,7 +146,8 @@ def plot(results, path):
 
     figure = Figure(figsize=(10, 3.6), dpi=160, layout="constrained")
     for axes, (name, rows) in zip(figure.subplots(1, 2), results.items(), strict=True):
-        places, rows = np.arange(len(rows)), dict(rows)
+        places = np.arange(len(rows))
+        rows = dict(rows)
         values = {what: [row[what] for row in rows.values()] for what in rows["0"]}
         axes.bar(places - 0.18, values["ratio"], 0.34, color="#3369b2", label="threads, measured")
         axes.bar(
@@ -196,7 +203,8 @@ def main():
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--step-ms", type=float, default=80.0)
     options = parser.parse_args()
-    step, results = options.step_ms / 1e3, {}
+    step = options.step_ms / 1e3
+    results = {}
     print(
         f"{WORKERS} workers, steps of {options.step_ms:g} ms, {options.seconds:g} s each; ratios to"
         " max_staleness=0"
@@ -207,7 +215,8 @@ def main():
             " time, gradients  waits"
         )
         rows = {str(s): measure(name, s, step, options.seconds) for s in BOUNDS}
-        base, virtual = rows["0"], simulate(name, 0, step, options.seconds)
+        base = rows["0"]
+        virtual = simulate(name, 0, step, options.seconds)
         gradients = len(base["losses"]) * WORKERS
         for s in BOUNDS:
             row = rows[str(s)]

@@ -21,7 +21,8 @@ import optax
 
 import shardopt as so
 
-DEVICES, ROWS = 8, 64
+DEVICES = 8
+ROWS = 64
 SIZES = {"small": {"width": 128, "layers": 4}, "large": {"width": 512, "layers": 8}}
 STRATEGIES = {
     "ddp": so.ddp,
@@ -43,12 +44,14 @@ def mean(params, batch):
 
 def contrastive(params, batch):
     """Every other row is a negative."""
-    x, y = embed(params, batch["x"]), batch["y"]
+    x = embed(params, batch["x"])
+    y = batch["y"]
     return jnp.mean(jax.nn.logsumexp(x @ y.T, axis=1) - jnp.sum(x * y, axis=1))
 
 
 def contrastive_of_rows(params, batch):
-    x, y = embed(params, batch["x"]), batch["y"]
+    x = embed(params, batch["x"])
+    y = batch["y"]
     return jnp.mean(
         jax.nn.logsumexp(x @ so.losses.gather_batch(y).T, axis=1) - jnp.sum(x * y, axis=1)
     )
@@ -100,7 +103,8 @@ def wire_bytes(strategy, loss_fn, view, width, layers):
 
 
 def main():
-    rows, holds = [], True
+    rows = []
+    holds = True
     for size, sizes in SIZES.items():
         for name, (of_rows, of_batch) in LOSSES.items():
             for strategy in STRATEGIES:

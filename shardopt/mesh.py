@@ -246,9 +246,10 @@ def _infer_sizes(
     )
     for axis, size in requested_sizes.items():
         check_integer(axis, size)
-    if invalid_sizes := [
+    invalid_sizes = [
         f"{axis}={size}" for axis, size in requested_sizes.items() if size < 1 and size != -1
-    ]:
+    ]
+    if invalid_sizes:
         raise value_error(
             f"sizes must be positive, or -1 for one of them; got {', '.join(invalid_sizes)}.",
         )
@@ -365,7 +366,9 @@ def _over_slices(
 
     Only the first `num_outer_dims` dims cross slices.
     """
-    within, across, remaining_slices = list(shape), [1] * len(shape), num_slices
+    within = list(shape)
+    across = [1] * len(shape)
+    remaining_slices = num_slices
     for dim in range(num_outer_dims):  # replica and data; the others stay inside a slice
         across[dim] = math.gcd(within[dim], remaining_slices)
         within[dim] //= across[dim]

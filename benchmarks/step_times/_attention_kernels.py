@@ -141,9 +141,12 @@ def _our_call(
 
     Its list of tiles, or its stated flops, tell whether the mask is causal.
     """
-    query, key, value_width = floats[0], floats[-1], floats[-1][3]
+    query = floats[0]
+    key = floats[-1]
+    value_width = floats[-1][3]
     (B, H, T, K), G = query, key[1]
-    blocks, memory = T // TILE, vmem({"v4": "TPU v4", "v6e": "TPU v6 lite"}.get(chip, chip))
+    blocks = T // TILE
+    memory = vmem({"v4": "TPU v4", "v6e": "TPU v6 lite"}.get(chip, chip))
     segments = "_segmented" * any(
         shape.startswith("s32") and len(_dims(shape)) == 3 for shape in inputs
     )
@@ -152,13 +155,15 @@ def _our_call(
     if "splash_backward" in line.name:
         causal = _dims(inputs[0]) == (blocks * (blocks + 1) // 2,)
         heads = _splash_backward.heads_of_step(query, key, value_width, T, "bfloat16", memory)
-        name, parallel = f"splash_backward_{heads}", B * G
+        name = f"splash_backward_{heads}"
+        parallel = B * G
     else:
         causal = kernel_flops(line, inputs) == splash_flops(
             *FORWARD, heads=B * H, length=T, keys=K, values=value_width
         )
         heads = max(_splash_forward.heads_of_step(query, key, value_width, "bfloat16", memory), 1)
-        name, parallel = f"splash_forward_{heads}", B * H // heads
+        name = f"splash_forward_{heads}"
+        parallel = B * H // heads
     return KernelCall(name + segments, TILE, B * H, T, K, parallel) if causal else None
 
 
@@ -166,7 +171,8 @@ def kernel_flops(line: Instruction, inputs: list[str]) -> float:
     """Return the flops of a Pallas kernel: its stated flops, or `splash_flops` for splash
     attention; else 0.
     """
-    if stated := _STATED_FLOPS.search(line.arguments):
+    stated = _STATED_FLOPS.search(line.arguments)
+    if stated:
         return float(stated[1])
     if "splash" not in line.name:
         return 0.0

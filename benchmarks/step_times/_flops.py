@@ -4,7 +4,8 @@ from shardopt.kernels._flash import TILE
 from shardopt.planning import ParallelLayout, Transformer
 from shardopt.planning._workload import Workload
 
-FORWARD, BACKWARD = (1, 1), (3, 2)
+FORWARD = (1, 1)
+BACKWARD = (3, 2)
 """Products of a kernel of splash attention per tile of scores: (with the width of keys, with the
 width of values).
 """
@@ -76,7 +77,10 @@ def step_flops(
 
 def kernel_flops_of(shape: Transformer) -> tuple[float, float]:
     """Return the flops of attention in a block and a row on TPU, (forward, backward)."""
-    T, H, G, K = shape.length, shape.num_heads, shape.kv_heads, shape.width
+    T = shape.length
+    H = shape.num_heads
+    G = shape.kv_heads
+    K = shape.width
     rope, key_width = (K, K) if shape.latent is None else (shape.latent.rope, K + shape.latent.rope)
     rotated_heads = 0 if shape.positions else H + (G if shape.latent is None else 1)
     # on TPU, rotary positions swap halves of a head by an inner product

@@ -117,7 +117,8 @@ class Reader:
 
     def __post_init__(self) -> None:
         self.sending = computations_with_collectives(self.program.module)
-        if unread := unread_starts(self.program.module):
+        unread = unread_starts(self.program.module)
+        if unread:
             self.assumed["SparseCore start without a collective, counted as nothing"] = len(unread)
 
     def read(self, name: str) -> tuple[Action, ...]:
@@ -225,7 +226,8 @@ class Reader:
             # idle
             share = shared_by_cores(self.chip.cores, call.parallel)
             flops_seconds *= share * self.chip.cores
-            if cycles := scheduled_cycles(self.chip.name, call):
+            cycles = scheduled_cycles(self.chip.name, call)
+            if cycles:
                 # the bundles do not contain the stalls of a matrix unit that is asked for more than
                 # its peak
                 return Compute(line, max(share * cycles / self.clock, flops_seconds), "scheduled")
@@ -295,7 +297,8 @@ class _Computation:
 
     def _begin(self, line: Instruction) -> Iterator[Action]:
         sites = self.sites[line.name]
-        starts, ends = [], []
+        starts = []
+        ends = []
         for site in sites:
             chain = chain_of(site.instruction)
             key = f"{self.name} {chain}" if chain else _rendezvous(line) or line.name
@@ -354,9 +357,11 @@ def _stated_torus_axes(line: Instruction) -> int | None:
 
     None if the text does not say.
     """
-    if match := re.search(r'"emitter":"(\d)D', line.arguments):
+    match = re.search(r'"emitter":"(\d)D', line.arguments)
+    if match:
         return int(match[1])
-    if match := re.search(r"cores:\{([\d ]+)\}", line.arguments):
+    match = re.search(r"cores:\{([\d ]+)\}", line.arguments)
+    if match:
         return len(match[1].split())
     return (
         1

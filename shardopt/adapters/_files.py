@@ -14,7 +14,8 @@ from shardopt.core._extras import require
 from shardopt.nn._low_rank import FACTORS
 from shardopt.runtime._files import write_atomic
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 
 
 def save_adapters(

@@ -259,9 +259,8 @@ class Lora:
         buffers = {path: np.zeros(leaf.shape, leaf.dtype) for path, leaf in factors.items()}
         shapes = check_peft_config(folder / CONFIG, self.rank, self.alpha, modules, buffers)
         tensors = read_adapters(folder, shapes, params)
-        if problems := [
-            module.name for module in modules if not module.write_into(buffers, tensors)
-        ]:
+        problems = [module.name for module in modules if not module.write_into(buffers, tensors)]
+        if problems:
             problem = (
                 f"B of {plural(len(problems), 'module')} in {folder} changes more than the weights"
                 " that have adapters here."
@@ -277,12 +276,14 @@ class Lora:
         return {"rank": self.rank, "alpha": self.alpha, "base": self.base}
 
     def _check_targets(self, paths_and_leaves: list[tuple[str, Any]]) -> dict[str, Matrix]:
-        matrix_of_path, problems = {}, []
+        matrix_of_path = {}
+        problems = []
         for path, leaf in paths_and_leaves:
             if any(target.search(path) for target in self.targets):
                 default = Matrix() if leaf.ndim == 2 + self._is_stacked(path) else None
                 matrix = self._matrix_of(path, default)
-                if problem := self._problem_of(leaf, matrix):
+                problem = self._problem_of(leaf, matrix)
+                if problem:
                     problems.append(f"{path}: {problem}")
                 elif matrix is not None:
                     matrix_of_path[path] = matrix

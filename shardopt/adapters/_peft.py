@@ -155,12 +155,15 @@ def modules_of(model: Pretrained, targets: set[str]) -> list[PeftModule]:
     Raises:
       ValueError: if a leaf is no weight of a linear module.
     """
-    modules, problems, seen = [], [], set()
+    modules = []
+    problems = []
+    seen = set()
     for tensor, places in model.places.items():
         leaves = {place.leaf for place in places}
         if leaves & targets:
             seen |= leaves
-            if problem := _problem(tensor, places):
+            problem = _problem(tensor, places)
+            if problem:
                 problems.append(f"{tensor}: {problem}")
             else:
                 modules.append(PeftModule(tensor.removesuffix(".weight"), places))

@@ -154,8 +154,13 @@ class Checkpoints:
         self.memory_every = memory_every
         self._memory = None if memory_every is None else MemoryWriter(_CALLER)
         self.directory = run_folder(directory)
-        self.every, self.keep, self.best, self.mode, self.resume = every, keep, best, mode, resume
-        self._pid, self._closed = os.getpid(), False
+        self.every = every
+        self.keep = keep
+        self.best = best
+        self.mode = mode
+        self.resume = resume
+        self._pid = os.getpid()
+        self._closed = False
         self._save_time = _clock()
         self._last_answer = (0, False)  # of `due`, and the step that it is about
         self._pending: Future[None] | None = None
@@ -362,7 +367,8 @@ class Checkpoints:
 
     def _settled(self) -> BaseException | None:
         """Wait for the write in progress, and return its error on this process, or None."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is None or self._pid != os.getpid():
             return None  # a fork does not have the writer thread
         return pending.exception()
@@ -381,9 +387,10 @@ class Checkpoints:
                 )
                 fix = "save to another folder, with a new Checkpoints."
                 raise CheckpointError(error_text(problem, fix=fix))
-            if later_steps := [
+            later_steps = [
                 saved_step for saved_step in committed(self.directory) if saved_step > step
-            ]:
+            ]
+            if later_steps:
                 problem = (
                     f"step {step} cannot be saved: {self.directory} holds later ones"
                     f" ({', '.join(map(str, later_steps[-8:]))})."

@@ -79,7 +79,8 @@ def check_hash(source: str, record: Json, params: PyTree) -> tuple[re.Pattern[st
             " have hash_only=."
         )
         raise CheckpointError(error_text(problem, fix=fix))
-    if (actual := record_of(params, patterns)["hash"]) != record["hash"]:
+    actual = record_of(params, patterns)["hash"]
+    if actual != record["hash"]:
         problem = (
             f"{source} was trained on another base: its hash is {record['hash']}, and that of"
             f" params is {actual}."

@@ -97,7 +97,8 @@ def match_leaves(
       CheckpointError: if several stored leaves fit, or fit several leaves.
       ValueError: if `new_chain` names a state that is not there.
     """
-    stored, wanted = list(stored), list(wanted)
+    stored = list(stored)
+    wanted = list(wanted)
     params = {path[1:] for path in (*stored, *wanted) if path[0] == "params"}
     roots = _chain_root(stored), _chain_root(wanted)
     usable = [path for path in stored if _param_of(path, roots[0], params) not in replaced]
@@ -169,7 +170,9 @@ def _named_sources(
     if isinstance(new_chain, bool):
         return {}, set()
     stored_names = {show(path): path for path in stored}
-    sources, named, unknown = {}, set(), []
+    sources = {}
+    named = set()
+    unknown = []
     for state, source in new_chain.items():
         inside = {
             path: show(path).removeprefix(state)

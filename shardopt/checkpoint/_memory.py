@@ -100,7 +100,8 @@ class MemoryWriter:
                 " out."
             )
             raise ValueError(format_error(caller, problem, fix=fix))
-        self._caller, self._vaults = caller, addresses.split(",")
+        self._caller = caller
+        self._vaults = addresses.split(",")
         self._token = os.environ[vault.TOKEN]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshots")
         self._pending: Future[None] | None = None
@@ -166,7 +167,8 @@ class MemoryWriter:
         return list(dict.fromkeys((self._vaults[host], self._vaults[(host + 1) % count])))
 
     def _send(self, data: bytearray, step: int) -> None:
-        digest, rank = vault.digest(data), jax.process_index()
+        digest = vault.digest(data)
+        rank = jax.process_index()
         group = f"{self._attempt}/{jax.process_count()}"
         text = (
             "%s: the snapshot of step %d did not reach the host at %s (%s: %s); another holds it."
@@ -236,7 +238,8 @@ def pack(state: PyTree, step: int, extra: JsonObject, sums: LeafSums | None = No
 
     A shard that several devices of this process hold is packed once.
     """
-    leaf_entries, shards = [], []
+    leaf_entries = []
+    shards = []
     num_bytes = 0
     for path, leaf in leaves_by_path(state).items():
         shard_entries = []
@@ -264,7 +267,8 @@ def pack(state: PyTree, step: int, extra: JsonObject, sums: LeafSums | None = No
 def unpack(packed: bytes) -> MemorySnapshot:
     """Return the snapshot that `pack` packed; its values are views of `packed`."""
     start = _LENGTH_BYTES + int.from_bytes(packed[:_LENGTH_BYTES], "little")
-    header, values = json.loads(packed[_LENGTH_BYTES:start]), memoryview(packed)[start:]
+    header = json.loads(packed[_LENGTH_BYTES:start])
+    values = memoryview(packed)[start:]
     leaves = {}
     for path, leaf_record, shard_entries in header["leaves"]:
         shards = {
@@ -325,7 +329,8 @@ def _misfit(piece: MemorySnapshot, abstract_leaves: dict[LeafPath, jax.ShapeDtyp
     if piece.leaves.keys() != abstract_leaves.keys():
         return "it holds other leaves"
     for path, leaf in abstract_leaves.items():
-        leaf_record, wanted = piece.leaves[path][0], str(describe(leaf))
+        leaf_record = piece.leaves[path][0]
+        wanted = str(describe(leaf))
         if leaf_record != wanted:
             return f"{show(path)} is {leaf_record}, not {wanted}"
     return ""

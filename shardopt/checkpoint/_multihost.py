@@ -59,7 +59,8 @@ def exchange(text: str) -> list[str]:
     """
     if jax.process_count() == 1:
         return [text]
-    if (through := _through.get()) is not None:
+    through = _through.get()
+    if through is not None:
         return through(text)
     return agree("shardopt", text, range(jax.process_count()))
 

@@ -146,7 +146,8 @@ def load(
         is_part = not stored.keys() <= _asked_for(stored, target).keys()
     if not is_part:
         _check_undamaged(path, chosen_step)
-    meta, source = read_meta(folder), f"step {chosen_step} in {path}"
+    meta = read_meta(folder)
+    source = f"step {chosen_step} in {path}"
 
     def read(abstract_state: PyTree) -> PyTree:
         state = store.read_arrays(folder, abstract_state)

@@ -41,8 +41,10 @@ from shardopt.core._extras import version_of
 
 T = TypeVar("T")
 
-RECORD_NAME, MANIFEST_NAME = "shardopt.json", "MANIFEST.json"
-_RECORD_FORMAT, _MANIFEST_FORMAT = 1, 1
+RECORD_NAME = "shardopt.json"
+MANIFEST_NAME = "MANIFEST.json"
+_RECORD_FORMAT = 1
+_MANIFEST_FORMAT = 1
 _VALUES = "/d/"
 """The folders of an OCDBT store for the values of arrays, in the names of files."""
 
@@ -325,7 +327,8 @@ def _damaged_sizes(folder: Path, records: JsonObject) -> list[str]:
 def _damaged_bytes(folder: Path, name: str, record: Json) -> list[str]:
     source = f"{folder.name}/{name}"
     try:
-        actual, expected = digest(folder / name), record["sha256"]
+        actual = digest(folder / name)
+        expected = record["sha256"]
     except OSError as error:
         return [f"{source}: cannot be read ({error.strerror})"]
     if actual == expected:
@@ -342,7 +345,8 @@ def _damaged(problem: str, error: Exception) -> DamagedCheckpointError:
 
 
 def _leaf(record: Json) -> Leaf:
-    shape, dtype = record["shape"], record["dtype"]
+    shape = record["shape"]
+    dtype = record["dtype"]
     if not isinstance(shape, list) or not all(map(_is_count, shape)) or not isinstance(dtype, str):
         raise ValueError(f"a leaf is {record!r:.80}")
     leaf = Leaf(tuple(shape), dtype)

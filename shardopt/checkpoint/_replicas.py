@@ -27,7 +27,11 @@ from shardopt.reducers import ErrorFeedback, PerDevice
 from shardopt.step._compressed import CompressedOptState
 from shardopt.transforms._eight_bit import EightBitState
 
-_REPLICA, _CODES, _REDUCER, _MEMORY, _DEVICE = "replica", "codes", "reducer", "memory", "device"
+_REPLICA = "replica"
+_CODES = "codes"
+_REDUCER = "reducer"
+_MEMORY = "memory"
+_DEVICE = "device"
 _REFUSED = {
     _DEVICE: (
         "has state that belongs to its device, which cannot be carried to another number of"
@@ -73,7 +77,8 @@ def as_stored(
         in 8 bits would be merged.
     """
     kinds = _kinds(wanted)
-    changes, leaves = {}, []
+    changes = {}
+    leaves = []
     refused: dict[str | None, list[str]] = {kind: [] for kind in _REFUSED}
     for path, leaf in leaves_by_path(wanted).items():
         dims = _changed_dims(stored.get(path), leaf, kinds.get(path))
@@ -107,10 +112,12 @@ def fits(
       wanted: pytree of abstract arrays.
       cast: whether a floating leaf may have another floating dtype.
     """
-    kinds, leaves = _kinds(wanted), leaves_by_path(wanted)
+    kinds = _kinds(wanted)
+    leaves = leaves_by_path(wanted)
 
     def fits_leaf(path: LeafPath, origin: LeafPath) -> bool:
-        stored_leaf, leaf = stored[origin], leaves[path]
+        stored_leaf = stored[origin]
+        leaf = leaves[path]
         if stored_leaf == describe(leaf) or (cast and _is_cast(stored_leaf, leaf)):
             return True
         return bool(_changed_dims(stored_leaf, leaf, kinds.get(path)))

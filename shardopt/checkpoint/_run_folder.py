@@ -16,7 +16,9 @@ from pathlib import Path
 from shardopt.core import CheckpointError, format_error, type_error, value_error
 from shardopt.runtime._files import Lock, acquire_lock, holds_lock, is_gone, release_lock
 
-_SAVING, _DELETING, _REPLACED = ".saving-", ".deleting-", ".replaced-"
+_SAVING = ".saving-"
+_DELETING = ".deleting-"
+_REPLACED = ".replaced-"
 
 
 def run_folder(directory: str | os.PathLike[str]) -> Path:
@@ -74,7 +76,8 @@ def interrupted(directory: Path, step: int) -> bool:
 
 def publish(directory: Path, step: int) -> None:
     """Turn the prepared step into a committed one; replace an older one of the same number."""
-    final, old = step_folder(directory, step), directory / f"{_REPLACED}{step}"
+    final = step_folder(directory, step)
+    old = directory / f"{_REPLACED}{step}"
     if final.exists():
         final.rename(old)
     staging_folder(directory, step).rename(final)
@@ -136,7 +139,8 @@ class RunLock:
     """
 
     def __init__(self, caller: str, directory: Path):
-        self.caller, self.directory = caller, directory
+        self.caller = caller
+        self.directory = directory
         self._lock: Lock | None = None
 
     def acquire(self) -> None:

@@ -74,7 +74,8 @@ def dtype_of(leaf: Leaf) -> np.dtype:
     Raises:
       ValueError: if arrays on a device cannot have this dtype.
     """
-    if implementation := _implementation(leaf):
+    implementation = _implementation(leaf)
+    if implementation:
         return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
     try:
         dtype = np.dtype(leaf.dtype)
@@ -133,11 +134,12 @@ def check_leaves(tree: PyTree) -> None:
       ValueError: if a leaf was donated to a step.
     """
     leaves = leaves_by_path(tree)
-    if not_arrays := [
+    not_arrays = [
         f"{show(path)}: {type(leaf).__name__}"
         for path, leaf in leaves.items()
         if not is_array_like(leaf)
-    ]:
+    ]
+    if not_arrays:
         fix = (
             "make them arrays (jnp.asarray; so.replace sets hyperparameters and the step of a train"
             " state), or keep them out of the state."
@@ -175,7 +177,8 @@ class Writer:
     def __init__(self):
         import orbax.checkpoint as ocp
 
-        self._folder, self._passed = "", 0
+        self._folder = ""
+        self._passed = 0
         # By default orbax also writes metadata about shards, into a folder for which all other
         # processes wait: ten minutes, if somebody deleted it. Reading does not need this metadata.
         # If several devices hold a leaf, each writes a slice of it. But jax compiles a program to
@@ -199,7 +202,8 @@ class Writer:
         """
         import orbax.checkpoint as ocp
 
-        self._folder, self._passed = str(folder), 0
+        self._folder = str(folder)
+        self._passed = 0
         leaves = {path: to_storable(leaf) for path, leaf in leaves_by_path(state).items()}
         # orbax takes no empty arrays
         nested = nest({path: leaf for path, leaf in leaves.items() if leaf.size})

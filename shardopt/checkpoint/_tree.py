@@ -138,7 +138,8 @@ def check_structure(description: Json, num_leaves: int) -> None:
     """
     leaves = itertools.count()
     _build(description, leaves, set())
-    if (num_described := next(leaves)) != num_leaves:
+    num_described = next(leaves)
+    if num_described != num_leaves:
         raise ValueError(
             f"the structure of params has {num_described} leaves, {num_leaves} are listed"
         )

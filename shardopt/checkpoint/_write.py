@@ -112,7 +112,9 @@ def start_write(
     All processes must call both functions, in the same order. The state may be donated as soon as
     this returns.
     """
-    caller, directory, step = lock.caller, lock.directory, meta.step
+    caller = lock.caller
+    directory = lock.directory
+    step = meta.step
     failures: list[Exception] = []
     try:
         writer.start(staging_folder(directory, step), state)
@@ -134,7 +136,8 @@ def _finish_write(
     lock: RunLock, writer: store.Writer, meta: Meta, failures: list[Exception]
 ) -> None:
     """Wait for orbax, digest the files, commit. A process that fails still calls every barrier."""
-    directory, rank = lock.directory, jax.process_index()
+    directory = lock.directory
+    rank = jax.process_index()
     folder = staging_folder(directory, meta.step)
 
     def run_stage(name: str, action: Callable[[], None]) -> None:

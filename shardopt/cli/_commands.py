@@ -138,7 +138,8 @@ def parse(words: Sequence[str], defaults: RunOptions | None = None) -> Any:
     `defaults` replaces the default options of their command. `--help` leaves out the options that
     are `More`.
     """
-    wants_help, wants_all = not {"-h", "--help"}.isdisjoint(words), "--help-all" in words
+    wants_help = not {"-h", "--help"}.isdisjoint(words)
+    wants_all = "--help-all" in words
     if wants_help or wants_all:
         words = [*words[:1], "--help"]
     commands = []

@@ -54,7 +54,8 @@ def show_options(
     """Show a table of options: the rows of the command, then step, optimizer, devices, mesh and
     schedule.
     """
-    training, config = options.training, opt.config
+    training = options.training
+    config = opt.config
     step = f"{training.batch_size} x {options.model.length} {unit}"
     if config.loss.micro_batches > 1:
         step += f" in {config.loss.micro_batches} micro-batches"

@@ -41,7 +41,8 @@ class RunInFolder(NamedTuple):
         checkpoints: so.Checkpoints,
     ) -> FitResult:
         """Train from the state that `start` makes; if a signal ends the run, say so."""
-        options, run = self.options, self.options.run
+        options = self.options
+        run = self.options.run
         if run.resume:
             display.show_order_changes(self.screen, order_changes(options, self.num_bytes))
         with checkpoints:

@@ -55,7 +55,8 @@ def find_optimizer(text: str) -> tuple[Callable[..., optax.GradientTransformatio
     "contrib.muon(beta=0.9)".
     """
     name, arguments = read_call(text)
-    functions, name = optimizers(), name.removeprefix("optax.")
+    functions = optimizers()
+    name = name.removeprefix("optax.")
     if name not in functions:
         same_name = [
             candidate for candidate in functions if candidate.split(".")[-1] == name.split(".")[-1]
@@ -130,6 +131,7 @@ def check_keywords(
     function_text: str, arguments: dict[str, object], keywords: Sequence[str]
 ) -> None:
     """Refuse arguments that are not among the allowed keywords."""
-    if unknown_names := sorted(set(arguments) - set(keywords)):
+    unknown_names = sorted(set(arguments) - set(keywords))
+    if unknown_names:
         problem = f"{function_text} has no argument {' or '.join(map(repr, unknown_names))}."
         raise value_error(problem, fix=f"it takes {', '.join(keywords) or 'none'}.")

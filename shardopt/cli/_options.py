@@ -55,7 +55,8 @@ def meaning(option: str) -> str:
     return f"{sentence[0].upper()}{sentence[1:].rstrip('.')}."
 
 
-_INT, _FLOAT = tyro.conf.arg(metavar="INT"), tyro.conf.arg(metavar="FLOAT")
+_INT = tyro.conf.arg(metavar="INT")
+_FLOAT = tyro.conf.arg(metavar="FLOAT")
 _PATH = tyro.conf.arg(metavar="PATH")
 
 Check = functools.partial
@@ -373,7 +374,8 @@ def brief(options_type: type) -> type:
     out.
     """
     hints = get_type_hints(options_type, include_extras=True)
-    annotations, defaults = {}, {}
+    annotations = {}
+    defaults = {}
     count = 0
     for field in dataclasses.fields(options_type):
         hint = hints[field.name]

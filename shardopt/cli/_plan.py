@@ -99,7 +99,8 @@ def as_text(plans: Plans, top: int) -> str:
 
 def _builder_text(layout: ParallelLayout, name: str) -> str:
     """Return the code that makes `layout.builder()`."""
-    text, kind = f"so.schedules.{name}", KINDS[name]
+    text = f"so.schedules.{name}"
+    kind = KINDS[name]
     if layout.chunks > 1 and kind.takes_chunks:
         text = f"functools.partial({text}, num_chunks={layout.chunks})"
     return text if kind.in_lockstep else f"so.schedules.send_ahead({text})"
@@ -205,7 +206,8 @@ def compile_model(options: AuditOptions) -> AotReport:
     chips = math.prod(dims) * options.slices
 
     def make(mesh: Mesh) -> so.ShardedOptimizer:
-        block_model, tx = model(shape, remat="full"), optax.adamw(1e-3)
+        block_model = model(shape, remat="full")
+        tx = optax.adamw(1e-3)
         rules = RULES if mesh.shape["tensor"] > 1 else ()
         arguments = {"rules": rules, "gather_dtype": jnp.bfloat16}
         return named_strategy(options.strategy, tx, mesh, block_model, arguments)

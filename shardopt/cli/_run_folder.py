@@ -19,7 +19,9 @@ from shardopt.cli._options import (
 from shardopt.core import value_error
 from shardopt.runtime._files import write_atomic
 
-CONFIG, CHECKPOINTS, METRICS = "config.json", "checkpoints", "metrics.jsonl"
+CONFIG = "config.json"
+CHECKPOINTS = "checkpoints"
+METRICS = "metrics.jsonl"
 
 
 def check_run_folder(options: RunOptions) -> None:
@@ -29,12 +31,14 @@ def check_run_folder(options: RunOptions) -> None:
     """
     folder = options.run.run_dir
     if not options.run.resume:
-        if steps := committed(folder / CHECKPOINTS):
+        steps = committed(folder / CHECKPOINTS)
+        if steps:
             problem = f"there is a run in {str(folder)!r} already, saved at step {steps[-1]}."
             fix = f"go on with --resume, choose another --run-dir, or delete {str(folder)!r}."
             raise value_error(problem, fix=fix)
         return
-    saved, current = read_options(folder, type(options)).model, options.model
+    saved = read_options(folder, type(options)).model
+    current = options.model
     changes = [
         f"{flag(name)} was {getattr(saved, name)}, is now {getattr(current, name)}"
         for name in current.FIXED

@@ -149,7 +149,8 @@ def num_micro_batches(options: RunOptions, mesh: Mesh) -> int:
     It is the number in the options. By default it is 1, or with a pipeline twice the number of
     stages, or the number of stages if twice does not divide the batch.
     """
-    batch_size, stages = options.training.batch_size, mesh.shape["pipeline"]
+    batch_size = options.training.batch_size
+    stages = mesh.shape["pipeline"]
     requested = options.where.micro_batches
     axes = data_axes(mesh)
     devices = size_along(mesh.shape, axes)

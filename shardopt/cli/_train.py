@@ -110,7 +110,9 @@ def train(options: TrainOptions) -> int:
 
 
 def _train(setup: _Setup) -> int:
-    options, model, screen = setup.options, setup.model, setup.screen
+    options = setup.options
+    model = setup.model
+    screen = setup.screen
     training = options.training
     opt = make_strategy(options, setup.tx, setup.mesh, model.block_model)
     initial_state = so.training.DeferredInit(model.init, jax.random.key(training.seed))
@@ -139,7 +141,8 @@ def _set_up(options: TrainOptions) -> _Setup:
     devices = jax.devices()
     mesh = mesh_of(options.where.mesh, devices, pipelined=options.is_hybrid)
     options = fitted(options, mesh)
-    screen, training = display.open_screen(), options.training
+    screen = display.open_screen()
+    training = options.training
     corpus = data.open_corpus(training.data)
     windows, held_out = data.split(corpus, options.model.length)
     schedule = {"learning_rate": training.learning_rate, "steps": training.steps}
@@ -162,7 +165,8 @@ def continue_text(
         params
     )
     local_params = jax.tree.map(lambda leaf: leaf.addressable_data(0), replicated)
-    pieces, window = [], prompt[None]
+    pieces = []
+    window = prompt[None]
     for index in range(-(-num_bytes // len(prompt))):
         rng = jax.random.fold_in(jax.random.key(seed), index)
         tokens = model.sample(local_params, window, rng, num_tokens=len(prompt), temperature=0.8)

@@ -132,7 +132,8 @@ def tune(options: TuneOptions) -> int:
 
     Return the exit code of the command.
     """
-    training, run = options.training, options.run
+    training = options.training
+    run = options.run
     _check(options)
     assert options.model.model is not None
     assert training.data is not None
@@ -150,7 +151,8 @@ def tune(options: TuneOptions) -> int:
     opt = make_strategy(options, tx, mesh, tuned.model, rules=tuned.rules)
     opt.specs(tuned.abstract_params)  # the display needs the shapes of the parameters
 
-    screen, num_bytes = display.open_screen(), training.data.stat().st_size
+    screen = display.open_screen()
+    num_bytes = training.data.stat().st_size
     _show(screen, options, opt, tuned, rows, learning_rate, steps)
     with stored_programs("tune", run.run_dir / FOLDER_NAME):
         hash_only = tuned.adapters.frozen if tuned.adapters else ()
@@ -230,7 +232,8 @@ def _open_model(options: TuneOptions) -> _Tuned:
 
 def _read_rows(options: TuneOptions, vocab_size: int) -> _Rows:
     """Read the conversations, hold some of them out, and count the rows of an epoch."""
-    training, length = options.training, options.model.length
+    training = options.training
+    length = options.model.length
     assert training.data is not None
     conversations = data.read_tokens(training.data, vocab_size=vocab_size)
     documents = [document for document in conversations if len(document["tokens"]) <= length]
@@ -292,7 +295,9 @@ def _show(
 def _show_result(screen: Any, options: TuneOptions, result: FitResult, out: Path) -> None:
     display.show_loss(screen, result, "token")
     display.show_files(screen, options, result, out.name)
-    what, call = "model", "transformers.AutoModelForCausalLM"
+    what = "model"
+    call = "transformers.AutoModelForCausalLM"
     if out.name == "adapters":
-        what, call = "adapters", "peft.AutoPeftModelForCausalLM"
+        what = "adapters"
+        call = "peft.AutoPeftModelForCausalLM"
     display.say(screen, f"{call}.from_pretrained({str(out)!r}) loads the {what}.")

@@ -101,7 +101,8 @@ def verify(options: VerifyOptions) -> int:
     show(f"{len(devices)} x {devices[0].device_kind}, {processes}, jax {jax.__version__}")
     show(_line("status", "group", "row", "measured"))
     report = run_rows(rows, devices, seconds=60 * options.minutes, end_row=end_row)
-    if late := Counter(result.group for result in report.results if result.status == "out of time"):
+    late = Counter(result.group for result in report.results if result.status == "out of time")
+    if late:
         groups = ", ".join(f"{count} {group}" for group, count in late.items())
         remedy = "raise --minutes; the JSON lists them as not_run"
         show(_line("out of time", plural(late.total(), "row"), groups, remedy))

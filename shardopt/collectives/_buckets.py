@@ -146,12 +146,11 @@ def _move_in_buckets(
     Except on CPU, move each leaf separately.
     """
     results = [move_leaf(x, dim) if not x.size else x for x, dim in zip(xs, dims, strict=True)]
-    nbytes, dtypes = [x.size * x.dtype.itemsize for x in xs], [x.dtype for x in xs]
+    nbytes = [x.size * x.dtype.itemsize for x in xs]
+    dtypes = [x.dtype for x in xs]
     for bucket in plan_buckets(nbytes, dtypes, limit if device_kind() == "cpu" else 0):
-        bucket_leaves, bucket_dims = (
-            [xs[i] for i in bucket.members],
-            [dims[i] for i in bucket.members],
-        )
+        bucket_leaves = [xs[i] for i in bucket.members]
+        bucket_dims = [dims[i] for i in bucket.members]
         if len(bucket_leaves) > 1:
             moved = move_bucket(bucket_leaves, bucket_dims)
         else:

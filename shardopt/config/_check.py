@@ -29,7 +29,8 @@ def check_config(config: StrategyConfig) -> StrategyConfig:
 
 def _check_config(config: StrategyConfig) -> StrategyConfig:
     check_optimizer(config.update.tx)
-    mesh, user_mesh = config.mesh, config.user_mesh
+    mesh = config.mesh
+    user_mesh = config.user_mesh
     if user_mesh is None:  # a combinator passes a config that is checked already
         mesh, user_mesh = read_mesh(mesh, config.axis_names, pipelined=config.schedule is not None)
         check_joined(mesh.devices.flat[0])
@@ -76,7 +77,8 @@ def check_evaluate_fn(config: StrategyConfig) -> None:
       TypeError: if it is not a function or `BlockModel`. If stages of a pipeline run a
         `BlockModel`, and it is not one. If it is a `BlockModel`, and the loss of training is not.
     """
-    loss_fn, evaluate_fn = config.loss.loss_fn, config.loss.evaluate_fn
+    loss_fn = config.loss.loss_fn
+    evaluate_fn = config.loss.evaluate_fn
     if evaluate_fn is None:
         return
     trains_blocks, has_blocks = (as_block_model(fn) is not None for fn in (loss_fn, evaluate_fn))
@@ -103,7 +105,9 @@ def check_evaluate_fn(config: StrategyConfig) -> None:
 
 def _conflicts(config: StrategyConfig) -> Iterator[tuple[str, str]]:
     """Yield (problem, remedy) of arguments that exclude each other."""
-    placement, view, wire = config.placement, config.loss.view, config.wire
+    placement = config.placement
+    view = config.loss.view
+    wire = config.wire
     if view == "global" and config.schedule is not None:
         problem = (
             "a pipeline computes the loss one micro-batch after another, and view='global' that of"

@@ -105,7 +105,8 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
             tables=tables,
         )
         plans = plan_leaves(abstract_params, config.mesh, options)
-        treedef, flat = jax.tree.structure(abstract_params), tuple(jax.tree.leaves(plans))
+        treedef = jax.tree.structure(abstract_params)
+        flat = tuple(jax.tree.leaves(plans))
         _check_trainable(flat)
     trainable = _trainable(treedef, flat, abstract_params)
     opt_state = jax.eval_shape(config.update.tx.init, trainable)
@@ -221,7 +222,8 @@ def _rounding_problem(leaf: jax.ShapeDtypeStruct | None, rounding: object) -> st
         return "not a leaf of a block"
     if not isinstance(rounding, Rounding):
         return f"{rounding!r} is not a so.nn.Rounding"
-    shape, summed = leaf.shape[1:], rounding.summed
+    shape = leaf.shape[1:]
+    summed = rounding.summed
     if rounding.precision not in get_args(Precision):
         return f"unknown precision {rounding.precision!r}"
     for dtype in (leaf.dtype, rounding.dtype):

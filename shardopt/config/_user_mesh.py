@@ -170,7 +170,8 @@ def read_mesh(mesh: Mesh, names: Axes | None, *, pipelined: bool) -> tuple[Mesh,
             f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Fix: use so.make_mesh()."
         )
     # XLA reads names as escaped text, and ends the process on others
-    if unreadable_names := [name for name in mesh.axis_names if "\\" in ascii(name)]:
+    unreadable_names = [name for name in mesh.axis_names if "\\" in ascii(name)]
+    if unreadable_names:
         problem = f"XLA cannot read these names of mesh axes: {unreadable_names}."
         raise value_error(problem, fix="use ASCII letters, digits and _.")
     axes = _axes_of_roles(mesh, Axes(mesh) if names is None else names)
@@ -226,7 +227,8 @@ def _axes_of_roles(mesh: Mesh, names: Axes) -> dict[str, tuple[str, ...]]:
         if ordered_axes:
             axes_of_roles[role] = ordered_axes
     named_axes = [axis for role_axes in axes_of_roles.values() for axis in role_axes]
-    if repeated := sorted({axis for axis in named_axes if named_axes.count(axis) > 1}):
+    repeated = sorted({axis for axis in named_axes if named_axes.count(axis) > 1})
+    if repeated:
         problem = f"mesh axis {quoted(repeated)} has two roles: {names[1:]}."
         raise value_error(problem, fix="give each axis one role.")
     return {role: axes_of_roles[role] for role in AXES if role in axes_of_roles}
@@ -235,7 +237,8 @@ def _axes_of_roles(mesh: Mesh, names: Axes) -> dict[str, tuple[str, ...]]:
 def _check_neighbours(mesh: Mesh, role_of: dict[str, str]) -> None:
     order = [role_of[axis] for axis, size in mesh.shape.items() if size > 1]
     runs = [role for i, role in enumerate(order) if i == 0 or order[i - 1] != role]
-    if separated := [role for role in dict.fromkeys(runs) if runs.count(role) > 1]:
+    separated = [role for role in dict.fromkeys(runs) if runs.count(role) > 1]
+    if separated:
         problem = (
             f"the axes of {' and '.join(separated)} are not next to each other in the mesh"
             f" {dict(mesh.shape)}."

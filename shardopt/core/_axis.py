@@ -32,7 +32,8 @@ def axis_names(axis_name: AxisName) -> tuple[str, ...]:
 def axis_size(axis_name: AxisName) -> int:
     """Return the number of devices along the axis."""
     names = axis_names(axis_name)
-    if unbound := [name for name in names if not is_bound(name)]:
+    unbound = [name for name in names if not is_bound(name)]
+    if unbound:
         names_text = quoted(unbound)
         problem = f"axis {names_text} {'is' if len(unbound) == 1 else 'are'} not bound here."
         fix = (

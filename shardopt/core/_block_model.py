@@ -128,7 +128,8 @@ def run_blocks(
     blocks = params[BLOCKS]
     sharded_outer = {name: value for name, value in params.items() if name != BLOCKS}
     outer = gather_outer(sharded_outer)
-    num_blocks, run = jax.tree.leaves(blocks)[0].shape[0], run_block or plain_block(model)
+    num_blocks = jax.tree.leaves(blocks)[0].shape[0]
+    run = run_block or plain_block(model)
 
     def body(x, block_and_index):
         one_block, index = block_and_index

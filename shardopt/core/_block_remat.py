@@ -121,7 +121,8 @@ def _nbytes(value: ShapedArray) -> int:
 
 
 def _check_names(named: Named, known: Mapping[str, Sequence[ShapedArray]]) -> None:
-    if unknown := [name for name in named.names if name not in known]:
+    unknown = [name for name in named.names if name not in known]
+    if unknown:
         problem = f"remat names {plural(len(unknown), 'value')} that the blocks do not have."
         fix = (
             "name what is to be kept, x = jax.ad_checkpoint.checkpoint_name(x, 'attention'), or use"

@@ -64,7 +64,8 @@ class NonFiniteLossError(FloatingPointError):
 
     def __init__(self, message: str, *, step: int, position: int):
         super().__init__(message)
-        self.step, self.position = step, position
+        self.step = step
+        self.position = position
 
 
 CORRUPTED = 117
@@ -95,12 +96,10 @@ class SilentCorruptionError(RuntimeError):
         exit_code: int,
     ):
         super().__init__(message)
-        self.step, self.phase, self.devices, self.processes = (
-            step,
-            phase,
-            tuple(devices),
-            tuple(processes),
-        )
+        self.step = step
+        self.phase = phase
+        self.devices = tuple(devices)
+        self.processes = tuple(processes)
         self.exit_code = exit_code
 
 

@@ -163,7 +163,8 @@ def _ray_train_place() -> ProcessPlace | None:
         return None
     try:
         context = train.get_context()
-        count, rank = context.get_world_size(), context.get_world_rank()
+        count = context.get_world_size()
+        rank = context.get_world_rank()
     except (RuntimeError, DeprecationWarning):  # a task or an actor, or a trial of Ray Tune
         return None
     return (
@@ -174,7 +175,8 @@ def _ray_train_place() -> ProcessPlace | None:
 
 
 def _torchrun_place() -> ProcessPlace | None:
-    host, port = os.environ.get("MASTER_ADDR"), _number("MASTER_PORT")
+    host = os.environ.get("MASTER_ADDR")
+    port = _number("MASTER_PORT")
     address = None
     if host and port:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

@@ -49,7 +49,8 @@ class Corpus(NamedTuple):
         while begin < end:
             stop = min(end, self.starts[file + 1])
             parts.append(_read(self.paths[file], begin - self.starts[file], stop - begin))
-            begin, file = stop, file + 1
+            begin = stop
+            file = file + 1
         return np.frombuffer(b"".join(parts), np.uint8)
 
 

@@ -126,7 +126,8 @@ def _cut_document(document: ArrayLike | Mapping[str, ArrayLike], length: int) ->
     if set(document) != {"tokens", "weights"}:
         problem = f'a document has "tokens" and "weights" alone; got {sorted(document)}.'
         raise ValueError(format_error("data.pack", problem, fix="give 0 to tokens without a loss."))
-    tokens, weights = np.asarray(document["tokens"]), np.asarray(document["weights"])
+    tokens = np.asarray(document["tokens"])
+    weights = np.asarray(document["weights"])
     if not tokens.size:
         return []
     if tokens.dtype.kind not in "iu":

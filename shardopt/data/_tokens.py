@@ -37,7 +37,8 @@ def read_tokens(path: str | os.PathLike[str], *, vocab_size: int) -> list[Batch]
       >>> read_tokens(path, vocab_size=10)[0]["tokens"].tolist()
       [5, 6, 7]
     """
-    documents, problems = [], []
+    documents = []
+    problems = []
     with Path(path).open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if line.isspace():

@@ -96,7 +96,8 @@ def check(
     batch = checked_batch("check", opt, state, batch)
     report = CheckReport(_differences(opt, state, batch, tolerance))
     print(report)
-    if wrong := [difference for difference in report.differences if difference.differs]:
+    wrong = [difference for difference in report.differences if difference.differs]
+    if wrong:
         listed = [
             f"{diff.name}: {diff.relative:.1e}, of which {diff.tolerance:.1e} may be rounding"
             for diff in wrong

@@ -72,7 +72,8 @@ def compare(
       tolerance: the relative difference that counts as rounding.
       floor: the least value that the difference is divided by.
     """
-    actual, expected = as_numbers(actual), as_numbers(expected)
+    actual = as_numbers(actual)
+    expected = as_numbers(expected)
     scale = max(_size(expected), floor) or 1.0
     return Difference(name, _largest_error(actual, expected) / scale, tolerance)
 

@@ -118,7 +118,8 @@ def search(loss: PieceLoss, pieces: Sequence[Piece]) -> NonFinite | None:
         if all_finite and without_key and len(pieces) > 1:
             # The sum over the pieces may overflow, and their weight may be 0.
             flags_by_piece = [(WHOLE, flags_of(WHOLE))]
-        if bad_pieces := [piece for piece, flags in flags_by_piece if flags.any()]:
+        bad_pieces = [piece for piece, flags in flags_by_piece if flags.any()]
+        if bad_pieces:
             is_bad = np.any([flags for _, flags in flags_by_piece], axis=0)
             return _in_pieces(loss, direction, function, flags_of, bad_pieces, is_bad)
     return None if without_key else _in_quotient(loss, pieces)

@@ -101,13 +101,19 @@ def finding_of(
     became_nan = ""
     if origin is not None and first is not origin and origin.eqn is not None:
         became_nan = f"{origin.eqn.primitive.name}, {_line_of(origin.eqn)}"
-    operation, line, leaf = "", "", None
+    operation = ""
+    line = ""
+    leaf = None
     if first is not None and first.eqn is not None:
-        operation, line, leaf = first.eqn.primitive.name, _line_of(first.eqn), first.leaf
+        operation = first.eqn.primitive.name
+        line = _line_of(first.eqn)
+        leaf = first.leaf
     elif first is not None and first.argument is not None:
-        operation, leaf = "argument", first.argument
+        operation = "argument"
+        leaf = first.argument
     elif first is not None:
-        operation, leaf = "constant", first.leaf
+        operation = "constant"
+        leaf = first.leaf
     rows_of_share = max(1, num_rows // config.axes.num_row_shares)
     place = rows[0] % rows_of_share if rows else 0
     return NonFinite(

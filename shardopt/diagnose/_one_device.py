@@ -80,7 +80,8 @@ class OneDevice:
 
     def _evaluate(self, loss: PieceLoss, params: PyTree, batch: PyTree) -> Evaluation:
         returned = loss.returned(self._as_sent(params), batch, None)
-        value, metrics = returned, {}
+        value = returned
+        metrics = {}
         if type(returned) is tuple:  # Weighted is a named tuple
             value, metrics = returned
         updates = [x for x in metrics.values() if isinstance(x, Updated)]
@@ -147,6 +148,7 @@ class OneDevice:
 def _value(result: Any) -> Any:
     """Return the value of a loss or a metric on a whole batch."""
     if isinstance(result, Weighted):
-        totals, weights = jax.tree.leaves(result.total), jax.tree.leaves(result.weight)
+        totals = jax.tree.leaves(result.total)
+        weights = jax.tree.leaves(result.weight)
         return sum(total / weight for total, weight in zip(totals, weights, strict=True))
     return jnp.asarray(result.value if isinstance(result, Sum | Max | Min) else result)

@@ -157,7 +157,8 @@ class _Evaluation:
 
         def equation(walk: Walk[Value], eqns: Equations, operands: list[Value]) -> list[Value]:
             (eqn,) = eqns
-            if (callee := _callee(eqn)) is not None:
+            callee = _callee(eqn)
+            if callee is not None:
                 return walk.follow([callee], operands)
             return self.equation(eqn, operands, next(results), turns)
 
@@ -232,7 +233,8 @@ class _Evaluation:
     def scan(self, eqn: JaxprEqn, operands: list[Value], turns: Turns) -> list[Value]:
         """Return the results of a scan, turn by turn."""
         consts, carry, scanned = scan_parts(eqn, operands)
-        length, body = eqn.params["length"], eqn.params["jaxpr"]
+        length = eqn.params["length"]
+        body = eqn.params["jaxpr"]
         stacked: dict[int, list[Value]] = {}
         # each slice of an array on a device is a program of its own
         arrays = [_on_host(x.array) for x in scanned]
@@ -262,7 +264,8 @@ def _results(
     """Return the results of a function, and of all its equations: an equation that calls a function
     gives those inside.
     """
-    opened, consts = open_jaxpr(jaxpr), constants_of(jaxpr)
+    opened = open_jaxpr(jaxpr)
+    consts = constants_of(jaxpr)
     known: dict[Any, Any] = dict(zip(opened.constvars, consts, strict=True))
     known |= dict(zip(opened.invars, operands, strict=True))
 
@@ -271,7 +274,8 @@ def _results(
 
     all_results: list[list[jax.Array]] = []
     for i, eqn in enumerate(opened.eqns):
-        if (callee := _callee(eqn)) is not None:
+        callee = _callee(eqn)
+        if callee is not None:
             arrays, inner_results = _results(callee, list(map(read, eqn.invars)))
             all_results += inner_results
         else:

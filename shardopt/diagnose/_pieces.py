@@ -67,7 +67,8 @@ class Cuts(NamedTuple):
 
 
 def cuts_of(config: StrategyConfig, layout: Layout, batch: PyTree) -> Cuts:
-    shares, count = config.axes.num_row_shares, config.loss.micro_batches
+    shares = config.axes.num_row_shares
+    count = config.loss.micro_batches
     with warnings.catch_warnings():
         # the step warns of the global view, and of micro-batches that are not cut
         warnings.simplefilter("ignore")
@@ -89,11 +90,14 @@ def pieces_of(
 
     All rows if the loss sees all at once.
     """
-    takes_key, rows, per_device = takes_rng(config.loss.loss_fn), cuts.rows, cuts.per_device
+    takes_key = takes_rng(config.loss.loss_fn)
+    rows = cuts.rows
+    per_device = cuts.per_device
     if not takes_key and (rows is None or not per_device):
         yield WHOLE
         return
-    step, rng = values_on_host(state.step), values_on_host(state.rng)
+    step = values_on_host(state.step)
+    rng = values_on_host(state.rng)
     for d in range(config.axes.num_row_shares if per_device else 1):
         for m in range(1 if rows is None else rows.shape[1]):
             piece_rows = _rows_of_piece(cuts, d, m)

@@ -11,7 +11,10 @@ import numpy as np
 
 from shardopt.diagnose._verified import STATE, WRITTEN, Column, Evidence
 
-NAMED, ONE_OF, UNKNOWN, NOT_DETERMINISTIC = "named", "one of", "unknown", "not deterministic"
+NAMED = "named"
+ONE_OF = "one of"
+UNKNOWN = "unknown"
+NOT_DETERMINISTIC = "not deterministic"
 
 
 class Verdict(NamedTuple):
@@ -127,7 +130,8 @@ class _Phase:
 
     def items(self) -> list[_Item]:
         """Return the shards whose sums differ."""
-        items, count = [], math.prod(self.sizes.values())
+        items = []
+        count = math.prod(self.sizes.values())
         for number, i in enumerate(self.indices):
             for group in _groups(self.column(i).copies, self.sizes):
                 sums: dict[int, set[int]] = {}

@@ -29,14 +29,12 @@ from shardopt.step._compile import AotCompiled, make_program
 from shardopt.step._optimizer import Metrics, ShardedOptimizer, StepFn
 from shardopt.step._step import make_step
 
-STATE, GRADIENT, REDUCTION, METRICS, UPDATE, WRITTEN = (
-    "the state before the step",
-    "the gradient of its own rows",
-    "the reduction of the gradients",
-    "the loss and the metrics",
-    "the update",
-    "the state after the step",
-)
+STATE = "the state before the step"
+GRADIENT = "the gradient of its own rows"
+REDUCTION = "the reduction of the gradients"
+METRICS = "the loss and the metrics"
+UPDATE = "the update"
+WRITTEN = "the state after the step"
 """What a device reads, computes and writes in a step, in order."""
 
 
@@ -104,7 +102,8 @@ class VerifiedStep:
     @property
     def columns(self) -> tuple[Column, ...]:
         """The columns of the sums."""
-        config, layout = self.config, self.layout
+        config = self.config
+        layout = self.layout
         state = _copies(config, jax.tree.leaves(layout.specs))
         grads = _copies(config, layout.reduce.grad_specs(config, layout))
         axes = tuple(axis for axis, size in config.mesh.shape.items() if size > 1)
@@ -144,7 +143,8 @@ def verified_step(
 
 def state_sums(verified: VerifiedStep, state: TrainState) -> np.ndarray:
     """Return the sums of a state, uint64[positions, columns], as the columns of `STATE`."""
-    config, specs = verified.config, jax.tree.leaves(verified.layout.specs)
+    config = verified.config
+    specs = jax.tree.leaves(verified.layout.specs)
     if None not in verified.programs:
 
         def run(state: TrainState, _: None) -> jax.Array:
@@ -207,10 +207,8 @@ def compile_with_sums(config: StrategyConfig, layout: Layout) -> AotCompiled:
             jnp.concatenate([before, own, reduced, reported, shards, after], axis=1),
         )
 
-    in_shardings, out_shardings = (
-        shardings(config.mesh, layout.specs),
-        config.home.shardings(layout.specs),
-    )
+    in_shardings = shardings(config.mesh, layout.specs)
+    out_shardings = config.home.shardings(layout.specs)
     replicated = config.home.shardings(PartitionSpec())
     return make_program(config, step, (in_shardings, None), (out_shardings, replicated, replicated))
 
@@ -231,7 +229,8 @@ def sums_of(
 
     The sums of the shards of all leaves add up to `joined` of the sums of the leaves.
     """
-    mesh, sets = config.mesh, _copies(config, specs)
+    mesh = config.mesh
+    sets = _copies(config, specs)
 
     def local_sums(*shards: jax.Array) -> jax.Array:
         totals = {copies: jnp.zeros(2, jnp.uint32) for copies in sets}

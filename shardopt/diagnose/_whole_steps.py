@@ -144,8 +144,10 @@ class Comparison:
 
     def step(self, state: TrainState, batch: PyTree, differences: list[Difference]) -> TrainState:
         """Take a step, add its differences, and return the next state."""
-        before, optimizer_before = values_of(state.params), self.optimizer_state(state)
-        step_before, unsent_before = int(state.step), self._unsent(state)
+        before = values_of(state.params)
+        optimizer_before = self.optimizer_state(state)
+        step_before = int(state.step)
+        unsent_before = self._unsent(state)
         state, metrics = self.opt.step(state, batch)
         metrics, batch = values_of((metrics, batch))
         gradients = jax.tree.leaves(metrics.pop(GRADIENTS))

@@ -100,13 +100,16 @@ def read_collective(
     if site.kind == "collective-permute":
         pairs = permute_pairs(attributes(instruction), replicas, partitions)
         groups = tuple(pair for pair in pairs if pair[0] != pair[1])
-        group_size, axes_of = 0, axes_of_pairs
+        group_size = 0
+        axes_of = axes_of_pairs
     else:
         groups = replica_groups(site.kind, attributes(instruction), replicas, partitions)
-        group_size, axes_of = max(len(group) for group in groups), axes_of_groups
+        group_size = max(len(group) for group in groups)
+        axes_of = axes_of_groups
     if not groups or group_size == 1:
         return None
-    axes, part = axes_of(groups, sizes), None
+    axes = axes_of(groups, sizes)
+    part = None
     if axes is None and (part := axis_of_parts(groups, sizes)) is not None:
         axes = (part,)
     result = _result(instruction, site.kind)
@@ -267,13 +270,17 @@ def _mesh_axes(text: str) -> np.ndarray:
         is_iota = match["ids"].startswith("[")
         ids = _iota(match["ids"]).reshape(-1) if is_iota else np.array(numbers(match["ids"]))
     positions = np.arange(len(ids))
-    first, member, size = positions, np.zeros_like(positions), 1
+    first = positions
+    member = np.zeros_like(positions)
+    size = 1
     for part in filter(str.strip, match["over"].split(",")):
         axis, before, count = _axis_part(part, sizes)
         following = list(sizes)[list(sizes).index(axis) + 1 :]
         step = math.prod(sizes[name] for name in following) * sizes[axis] // (before * count)
         place = positions // step % count
-        first, member, size = first - place * step, member * count + place, size * count
+        first = first - place * step
+        member = member * count + place
+        size = size * count
     # the members of a group have the same first position
     return ids[np.lexsort((member, first))].reshape(-1, size)
 
@@ -336,7 +343,8 @@ def axis_of_parts(groups: Groups, sizes: Mapping[str, int]) -> str | None:
         moving = np.flatnonzero((coordinates != coordinates[:, :1]).any(axis=1))
         if len(moving) != 1:
             return None
-        positions, count = coordinates[moving[0]], len(group)
+        positions = coordinates[moving[0]]
+        count = len(group)
         stride = int(positions[1] - positions[0])
         expected_first = positions[0] // (stride * count) * stride * count + positions[0] % stride
         if (positions != expected_first + stride * np.arange(count)).any():

@@ -44,7 +44,9 @@ class Module(NamedTuple):
 
 def parse(text: str) -> Module:
     """Parse the text of an optimised or unoptimised HLO module."""
-    header, entry, name = "", "", None
+    header = ""
+    entry = ""
+    name = None
     computations: dict[str, list[Instruction]] = {}
     for line in text.splitlines():
         if line.startswith("HloModule"):
@@ -52,7 +54,8 @@ def parse(text: str) -> Module:
                 raise _not_a_module("it has two HloModule lines")
             header = line
         elif name is None:
-            if opening := _OPENING.match(line):
+            opening = _OPENING.match(line)
+            if opening:
                 name = opening["name"]
                 computations[name] = []
                 entry = name if opening["entry"] else entry
@@ -187,7 +190,9 @@ def window_dims(attributes: Mapping[str, str]) -> list[WindowDim]:
 
 def split(text: str) -> list[str]:
     """Split at the commas that are outside of brackets and quotes."""
-    parts, start, depth = [], 0, 0
+    parts = []
+    start = 0
+    depth = 0
     for token in _PUNCTUATION.finditer(text):
         character = token[0]
         if character in "([{":
@@ -214,11 +219,13 @@ _TUPLE_INDEX = re.compile(r"/\*index=\d+\*/")
 
 
 def _instruction(line: str) -> Instruction | None:
-    if not (assignment := _ASSIGNMENT.match(line)):
+    assignment = _ASSIGNMENT.match(line)
+    if not assignment:
         return None
     definition = assignment["definition"]
     end = end_of(definition[1:]) + 2 if definition.startswith("(") else definition.find(" ")
-    if not (opcode := _OPCODE.match(definition, end)):
+    opcode = _OPCODE.match(definition, end)
+    if not opcode:
         return None
     shape = _TUPLE_INDEX.sub("", definition[:end])
     return Instruction(
@@ -297,7 +304,8 @@ def tiled_nbytes(shape: str) -> int:
     if not match:
         return nbytes(shape)
     dims = numbers(match["dims"])
-    order, tile = numbers(match["order"]), numbers(match["tile"])
+    order = numbers(match["order"])
+    tile = numbers(match["tile"])
     major_to_minor = [dims[dim_index] for dim_index in reversed(order)]
     tiles = [1] * (len(dims) - len(tile)) + list(tile)
     physical = [1] * (len(tile) - len(dims)) + major_to_minor

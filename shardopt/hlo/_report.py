@@ -171,10 +171,11 @@ class Audit(NamedTuple):
           ValueError: if a row names an axis that the mesh does not have.
         """
         compared = self.of(min_bytes=min_bytes)
-        if differences := [
+        differences = [
             *_differences(compared.collectives, expected, self.mesh_shape, rtol),
             *self._unread_lines(),
-        ]:
+        ]
+        if differences:
             problem = (
                 "the compiled program does not send what it was meant to"
                 f" ({plural(len(differences), 'difference')})."
@@ -199,15 +200,15 @@ class Audit(NamedTuple):
 
 
 def _traffic(collectives: Iterable[Collective]) -> Traffic:
-    calls, size, wire = 0, 0, 0
+    calls = 0
+    size = 0
+    wire = 0
     for collective in collectives:
         if collective.calls is None:
             return Traffic(None, None, None)
-        calls, size, wire = (
-            calls + collective.calls,
-            size + collective.bytes * collective.calls,
-            wire + collective.wire_bytes * collective.calls,
-        )
+        calls = calls + collective.calls
+        size = size + collective.bytes * collective.calls
+        wire = wire + collective.wire_bytes * collective.calls
     return Traffic(calls, size, wire)
 
 
@@ -249,7 +250,8 @@ def _differences(
 
 def _without_single_axes(row: Expected, mesh_shape: Mapping[str, int]) -> Expected:
     axes = (row.axes,) if isinstance(row.axes, str) else tuple(row.axes)
-    if unknown := [axis for axis in axes if axis not in mesh_shape]:
+    unknown = [axis for axis in axes if axis not in mesh_shape]
+    if unknown:
         problem = (
             f"the expected {row.kind} is over {quoted(unknown)}, which the mesh does not have."
         )
@@ -266,7 +268,8 @@ def _merged(rows: Iterable[Expected]) -> list[Expected]:
     merged: dict[tuple[str, str | tuple[str, ...], bool | None], Expected] = {}
     for row in rows:
         key = (row.kind, row.axes, row.in_loop)
-        if (previous := merged.get(key)) is not None:
+        previous = merged.get(key)
+        if previous is not None:
             calls = (
                 None if previous.calls is None or row.calls is None else previous.calls + row.calls
             )

@@ -42,7 +42,8 @@ def source_of(instruction: Instruction, frames: Frames) -> str:
 
     Older versions of XLA write it on the instruction.
     """
-    if (frame_id := _FRAME_ID.search(instruction.arguments)) and frame_id[1] in frames:
+    frame_id = _FRAME_ID.search(instruction.arguments)
+    if frame_id and frame_id[1] in frames:
         return frames[frame_id[1]]
     file = _SOURCE_FILE.search(instruction.arguments)
     line = _SOURCE_LINE.search(instruction.arguments)

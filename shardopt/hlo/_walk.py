@@ -141,7 +141,8 @@ def collectives_under(
     """Yield the collectives of an instruction in computation `name`: the instruction itself, or
     those it calls.
     """
-    if kind := kind_of(instruction):
+    kind = kind_of(instruction)
+    if kind:
         started = instruction.opcode.endswith("-start") and not _is_sync(instruction)
         yield CollectiveSite(instruction, kind, asynchronous=started or crosses_slices(instruction))
         return
@@ -309,7 +310,8 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
     counter: its start, its increment and the bound of the comparison. A loop named `ONE_TURN` hides
     the constant from XLA, and has one iteration.
     """
-    if known := _KNOWN.search(loop.arguments):
+    known = _KNOWN.search(loop.arguments)
+    if known:
         return int(known[1])
     if _NAMED.search(loop.arguments):
         return 1

@@ -124,7 +124,8 @@ def nnx(model: Any, loss: Callable[..., Any], *, wrt: Any = None) -> NnxLoss:
         if rng is None:
             module.eval()
             return call(loss, None, 0, module, batch)
-        old_leaves, loss_result = leaves_with_paths(params), call(loss, rng, 0, module, batch)
+        old_leaves = leaves_with_paths(params)
+        loss_result = call(loss, rng, 0, module, batch)
         new_leaves = dict(leaves_with_paths(state_of(module)))
         changed = {
             path: new_leaves[path]

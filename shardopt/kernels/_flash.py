@@ -195,7 +195,8 @@ def finish(
         state = State(
             top, state.total * rescale + jnp.exp(scores - top), state.mixed * rescale[..., None]
         )
-    mixed, logsumexp = state.mixed / state.total[..., None], state.top + jnp.log(state.total)
+    mixed = state.mixed / state.total[..., None]
+    logsumexp = state.top + jnp.log(state.total)
     return checkpoint_name(mixed.astype(dtype), NAME), checkpoint_name(logsumexp, NAME)
 
 
@@ -239,7 +240,8 @@ def gradients(
     (dout v^T - delta).
     """
     wide = wide_dtype(queries.query.dtype)
-    query_tiles, key_tiles = _split_queries(queries), _split_keys(keys)
+    query_tiles = _split_queries(queries)
+    key_tiles = _split_keys(keys)
     d_key_tiles = jnp.zeros(key_tiles.key.shape, wide), jnp.zeros(key_tiles.value.shape, wide)
 
     def add_query_tile(
@@ -271,7 +273,8 @@ def gradients(
 def _absorb_tile(
     state: State, query: Array, query_marks: Marks, keys: Keys, rule: MaskRule
 ) -> State:
-    scores, value = _scores(query, query_marks, keys, rule), keys.value
+    scores = _scores(query, query_marks, keys, rule)
+    value = keys.value
     top = jnp.maximum(state.top, jnp.max(scores, axis=-1))
     # If all keys are hidden, the weights are 1. The first visible key multiplies them by exp(-1e30)
     # = 0.
@@ -328,7 +331,8 @@ def sees(query_marks: Marks, key_marks: Marks, rule: MaskRule) -> Bool[Array, "#
     """Return [1 or B, T, S], whether each query sees each key."""
     assert query_marks.positions is not None
     assert key_marks.positions is not None
-    query, key = query_marks.positions[:, :, None], key_marks.positions[:, None, :]
+    query = query_marks.positions[:, :, None]
+    key = key_marks.positions[:, None, :]
     mask = (
         query >= key
         if rule.causal
@@ -351,7 +355,8 @@ def _unless_hidden(
     """Skip a tile if no query sees a key, judged by the least and greatest position and segment of
     the tile.
     """
-    smallest, largest = functools.partial(jnp.min, axis=-1), functools.partial(jnp.max, axis=-1)
+    smallest = functools.partial(jnp.min, axis=-1)
+    largest = functools.partial(jnp.max, axis=-1)
     assert query_marks.positions is not None
     assert key_marks.positions is not None
     needed = None

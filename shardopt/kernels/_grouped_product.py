@@ -100,7 +100,8 @@ def outer_of_groups(
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     tiles = _tiles(rows.dtype, rows.shape[0], sizes.shape[0], rows.shape[1], grads.shape[1])
-    rows, grads = _padded(rows, tiles[0]), _padded(grads, tiles[0])
+    rows = _padded(rows, tiles[0])
+    grads = _padded(grads, tiles[0])
     return tgmm(rows.swapaxes(0, 1), grads, sizes, rows.dtype, tiles)
 
 

@@ -78,7 +78,8 @@ def _whole_rows_forward(
 ) -> tuple[Array, tuple]:
     mixed, logsumexp = _run_kernel(query, key, value, segments, segments, rule)
     if sinks is None:
-        mixed, logsumexp = checkpoint_name(mixed, NAME), checkpoint_name(logsumexp, NAME)
+        mixed = checkpoint_name(mixed, NAME)
+        logsumexp = checkpoint_name(logsumexp, NAME)
     else:  # the kernel's result counts as one key with this score
         mixed, logsumexp = finish(
             State(logsumexp, jnp.ones_like(logsumexp), mixed), mixed.dtype, sinks
@@ -112,9 +113,11 @@ def absorb(
     mixed, logsumexp = _run_kernel(
         scaled_query, keys.key, keys.value, query_marks.segments, keys.marks.segments, rule
     )
-    mixed, logsumexp = mixed.reshape(query.shape), logsumexp.reshape(query.shape[:-1])
+    mixed = mixed.reshape(query.shape)
+    logsumexp = logsumexp.reshape(query.shape[:-1])
     top = jnp.maximum(state.top, logsumexp)
-    state_weight, block_weight = jnp.exp(state.top - top), jnp.exp(logsumexp - top)
+    state_weight = jnp.exp(state.top - top)
+    block_weight = jnp.exp(logsumexp - top)
     return State(
         top,
         state.total * state_weight + block_weight,

@@ -44,11 +44,13 @@ def gradients(
     """
     queries = queries._replace(marks=Marks(None, queries.marks.segments))
     keys = keys._replace(marks=Marks(None, keys.marks.segments))
-    T, block = queries.query.shape[2], math.gcd(queries.query.shape[2], TILE)
+    T = queries.query.shape[2]
+    block = math.gcd(queries.query.shape[2], TILE)
     most_heads = functools.partial(
         heads_of_step, queries.query.shape, keys.key.shape, keys.value.shape[3]
     )
-    if heads := most_heads(T, dtype, vmem()) or (block == T):
+    heads = most_heads(T, dtype, vmem()) or (block == T)
+    if heads:
         return _piece_gradients(queries, keys, rule, 0, block, int(heads), dtype)
     sizes = [size for size in range(block, T, block) if T % size == 0]
     piece_size = max(
@@ -149,10 +151,8 @@ def _tiles(T: int, query_lead: int, block: int, rule: MaskRule) -> list[tuple[in
     """
 
     def has_visible_key(i: int, j: int) -> bool:
-        largest_gap, smallest_gap = (
-            query_lead + (i + 1 - j) * block - 1,
-            query_lead + (i - j - 1) * block + 1,
-        )
+        largest_gap = query_lead + (i + 1 - j) * block - 1
+        smallest_gap = query_lead + (i - j - 1) * block + 1
         return (not rule.causal or largest_gap >= 0) and (
             rule.window is None or smallest_gap < rule.window
         )
@@ -170,7 +170,8 @@ def _piece_gradients(
     dtype: DTypeLike,
 ) -> tuple[Array, Array, Array]:
     (B, H, T, K), (G, V) = queries.query.shape, keys.value.shape[1::2]
-    R, tiles = H // G, _tiles(T, query_lead, block, rule)
+    R = H // G
+    tiles = _tiles(T, query_lead, block, rule)
 
     # index maps get the grid indices, then the query block and the key block of each tile
     def query_spec(width):
@@ -257,7 +258,8 @@ def _add_tile(
     logsumexp, delta = (
         jnp.concatenate([x[h] for h in range(heads)], axis=1) for x in (logsumexp, delta)
     )
-    head, tile = pl.program_id(2), pl.program_id(3)
+    head = pl.program_id(2)
+    tile = pl.program_id(3)
     last_tile = pl.num_programs(3) - 1
     pl.when(tile == 0)(lambda: _clear(dq))
     pl.when((tile == 0) & (head == 0))(lambda: _clear(dk, dv))
@@ -273,10 +275,8 @@ def _add_tile(
     weights = jnp.exp(scores - logsumexp)
     d_scores = weights * (product(value, d_out, 1, 1) - delta)
     d_scores = (d_scores if slope is None else d_scores * slope).astype(query.dtype)
-    query_rows, key_rows = (
-        pl.ds(query_blocks[tile] * block, block),
-        pl.ds(key_blocks[tile] * block, block),
-    )
+    query_rows = pl.ds(query_blocks[tile] * block, block)
+    key_rows = pl.ds(key_blocks[tile] * block, block)
     dv[key_rows] += product(weights.astype(d_out.dtype), d_out, 1, 0)
     dk[key_rows] += product(d_scores, query, 1, 0)
     for h, part in enumerate(by_head):

@@ -46,11 +46,9 @@ def heads_of_step(
       memory: bytes of VMEM.
     """
     B, H, T, K = query
-    block, width, itemsize = (
-        math.gcd(T, TILE),
-        padded(K) + padded(value_width),
-        np.dtype(dtype).itemsize,
-    )
+    block = math.gcd(T, TILE)
+    width = padded(K) + padded(value_width)
+    itemsize = np.dtype(dtype).itemsize
     row = 2 * T * width * itemsize
     head = 8 * block**2 + block * (2 * width * itemsize + 4 * padded(value_width))
     counts = [count for count in divisors(H // key[1]) if row + count * head <= 5 * memory // 6]
@@ -72,7 +70,8 @@ def attend(
     `HIDDEN`, and some mean of values.
     """
     (B, H, T, K), (G, V) = query.shape, value.shape[1::2]
-    block, R = math.gcd(T, TILE), H // G
+    block = math.gcd(T, TILE)
+    R = H // G
     heads = heads_of_step(query.shape, key.shape, V, value.dtype, vmem())
 
     def query_spec(width):
@@ -81,7 +80,8 @@ def attend(
     def key_spec(width):
         return pl.BlockSpec((None, None, T, width), lambda b, h, _: (b, h * heads // R, 0, 0))
 
-    inputs, in_specs = [query, key, value], [query_spec(K), key_spec(K), key_spec(V)]
+    inputs = [query, key, value]
+    in_specs = [query_spec(K), key_spec(K), key_spec(V)]
     if query_segments is not None and key_segments is not None:
         inputs += [
             jnp.broadcast_to(query_segments[:, :, None], (B, T, LANES)),
@@ -95,7 +95,8 @@ def attend(
         jax.ShapeDtypeStruct((B, H, T, V), query.dtype),
         jax.ShapeDtypeStruct((B, H, 1, T), jnp.float32),
     ]
-    rows, blocks = heads * block, T // block
+    rows = heads * block
+    blocks = T // block
     tiles = sum(_last(i, blocks, rule) - _first(i, block, rule, max) for i in range(blocks))
     mixed, logsumexp = call_kernel(
         functools.partial(_mix, rule=rule, block=block),
@@ -130,7 +131,9 @@ def _mix(
     Rows are the queries of all heads.
     """
     *segments, out, logsumexp, top, total, mixed = refs
-    heads, V, i = query_ref.shape[0], value_ref.shape[1], pl.program_id(2)
+    heads = query_ref.shape[0]
+    V = value_ref.shape[1]
+    i = pl.program_id(2)
 
     def absorb(j: Any, *, masked: bool, first: bool = False) -> None:
         keys = pl.ds(pl.multiple_of(j * block, block), block)
@@ -146,15 +149,14 @@ def _mix(
         # which are added at the end
         largest = jnp.max(functools.reduce(jnp.maximum, _columns(scores)), axis=1, keepdims=True)
         new_top = jnp.broadcast_to(largest, top.shape) if first else jnp.maximum(top[...], largest)
-        weights, value = jnp.exp(scores - _wide(new_top, block)), value_ref[keys]
+        weights = jnp.exp(scores - _wide(new_top, block))
+        value = value_ref[keys]
         new_total = functools.reduce(jnp.add, _columns(weights))
         new_mixed = product(weights.astype(value.dtype), value, 1, 0)
         if not first:
             rescale = jnp.exp(top[...] - new_top)
-            new_total, new_mixed = (
-                new_total + total[...] * rescale,
-                new_mixed + mixed[...] * _wide(rescale, V),
-            )
+            new_total = new_total + total[...] * rescale
+            new_mixed = new_mixed + mixed[...] * _wide(rescale, V)
         top[...], total[...], mixed[...] = new_top, new_total, new_mixed
 
     def visit(j: Array, _: None) -> None:

@@ -246,7 +246,8 @@ def check_sync(sync: SyncConfig) -> None:
     check_count("warmup_steps", sync.warmup_steps, minimum=0)
     check_count("fragments", sync.fragments, minimum=1)
     check_count("delay", sync.delay, minimum=0)
-    every, fragments = sync.sync_every, sync.fragments
+    every = sync.sync_every
+    fragments = sync.fragments
     if every % fragments:
         problem = (
             f"sync_every={every} is not divisible by fragments={fragments}, remainder"

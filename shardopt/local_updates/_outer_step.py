@@ -38,8 +38,10 @@ class OuterStep:
 
     def __init__(self, local_layout: LocalLayout, fragment: Fragment):
         self.caller = local_layout.config.strategy
-        self.mesh, self.sync = local_layout.config.mesh, local_layout.sync
-        self.replicas, self.fragment = local_layout.replicas, fragment
+        self.mesh = local_layout.config.mesh
+        self.sync = local_layout.sync
+        self.replicas = local_layout.replicas
+        self.fragment = fragment
         self.compression = (
             local_layout.compressions[fragment.number] if local_layout.compressions else None
         )
@@ -103,7 +105,8 @@ class OuterStep:
         mix = self.sync.mix
 
         def on_device(shared_leaves, replica_leaves, new_parts):
-            shared_leaves, replica_leaves = list(shared_leaves), list(replica_leaves)
+            shared_leaves = list(shared_leaves)
+            replica_leaves = list(replica_leaves)
             for i, plan, shared_part in zip(
                 self.fragment.leaves, self.plans, new_parts, strict=True
             ):
@@ -185,7 +188,8 @@ def average_updated(
     means, stacked_means = average(
         config, [layout.plans[i] for i in indices], [replica_leaves[i] for i in indices]
     )
-    shared_leaves, replica_leaves = list(shared_leaves), list(replica_leaves)
+    shared_leaves = list(shared_leaves)
+    replica_leaves = list(replica_leaves)
     for i, mean, stacked_mean in zip(indices, means, stacked_means, strict=True):
         shared_leaves[i], replica_leaves[i] = mean, stacked_mean
     return shared_leaves, replica_leaves

@@ -227,7 +227,8 @@ def first_opt_state(
     optimizer, inner_reducer = (
         opt_state if isinstance(opt_state, CompressedOptState) else (opt_state, None)
     )
-    delayed, outer = local_layout.sync.delay > 0, local_layout.sync.outer
+    delayed = local_layout.sync.delay > 0
+    outer = local_layout.sync.outer
     reducer_states = [init_compression(plan) for plan in local_layout.compressions]
     return ReplicaStates(
         params=PerReplica(jax.tree.map(stack, params)),
@@ -242,9 +243,11 @@ def first_opt_state(
 
 def abstract_state(local_layout: LocalLayout) -> tuple[TrainState, TrainState]:
     """Return the train state twice: as `jax.ShapeDtypeStruct`s and as `PartitionSpec`s."""
-    abstract, specs = local_layout.layout.abstract, local_layout.layout.specs
+    abstract = local_layout.layout.abstract
+    specs = local_layout.layout.specs
     sharded = local_layout.config.placement.params
-    delayed, stack = local_layout.sync.delay > 0, local_layout.config.axes.stack
+    delayed = local_layout.sync.delay > 0
+    stack = local_layout.config.axes.stack
     plans_by_fragment = [
         fragment_plans(local_layout, fragment) for fragment in local_layout.fragments
     ]

@@ -82,7 +82,8 @@ class LocalStep:
     """
 
     def __init__(self, local_layout: LocalLayout, specs: TrainState):
-        self.local_layout, self.specs = local_layout, specs
+        self.local_layout = local_layout
+        self.specs = specs
         self._programs: dict[StepVariant, AotCompiled] = {}
         self._last_step: tuple[jax.Array | None, int] = (None, 0)
         self._donated = DonatedState(
@@ -181,10 +182,8 @@ def make_step(
     """
     config = local_layout.config._replace(sync_gradients=variant.warm)
     donated = donated or DonatedState(config.mesh)
-    in_shardings, out_shardings = (
-        shardings(config.mesh, specs),
-        config.home.shardings((specs, PartitionSpec(REPLICA))),
-    )
+    in_shardings = shardings(config.mesh, specs)
+    out_shardings = config.home.shardings((specs, PartitionSpec(REPLICA)))
     step = _VariantStep(local_layout, config, variant).step
     # keep_unused also donates the memory of arrays that the step overwrites without reading, such
     # as pending means.
@@ -215,9 +214,12 @@ class _VariantStep:
         self, state: TrainState, batch: PyTree
     ) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
         """Send, train each replica for a step, and apply, as the variant says."""
-        config, layout, variant = self.config, self.local_layout.layout, self.variant
+        config = self.config
+        layout = self.local_layout.layout
+        variant = self.variant
         replicas: ReplicaStates = state.opt_state
-        flatten, unflatten = layout.treedef.flatten_up_to, layout.treedef.unflatten
+        flatten = layout.treedef.flatten_up_to
+        unflatten = layout.treedef.unflatten
         shared_leaves = flatten(state.params)
         if variant.send is not None and self.sends_first:
             delta, replicas = self.send(
@@ -225,7 +227,8 @@ class _VariantStep:
             )
             replicas = replicas._replace(pending=_replaced(replicas.pending, variant.send, delta))
         results = self.gradients(state, batch, replicas)
-        inner_reducer, results = results.reducer, results._replace(reducer=None)
+        inner_reducer = results.reducer
+        results = results._replace(reducer=None)
         params, optimizer = self.update(replicas, results)
         replica_leaves = flatten(all_gather_params(config, layout, params))
         if variant.warm:
@@ -248,7 +251,8 @@ class _VariantStep:
 
     def gradients(self, state: TrainState, batch: PyTree, replicas: ReplicaStates) -> Gradients:
         """Return the gradients and metrics of each replica."""
-        config, layout = self.config, self.local_layout.layout
+        config = self.config
+        layout = self.local_layout.layout
         if self.one_global_loss:
             config = config._replace(local_updates=None)
         gradients = config.differentiate.gradients(config, layout)
@@ -264,7 +268,8 @@ class _VariantStep:
 
     def update(self, replicas: ReplicaStates, results: Gradients) -> tuple[PyTree, PyTree]:
         """Return the parameters and the optimizer state of each replica after its update."""
-        config, layout = self.config, self.local_layout.layout
+        config = self.config
+        layout = self.local_layout.layout
 
         def value_fn(_):
             problem = (
@@ -334,7 +339,8 @@ def make_average(
     optimizer is not copied.
     """
     replica_specs: ReplicaStates = specs.opt_state
-    config, layout = local_layout.config, local_layout.layout
+    config = local_layout.config
+    layout = local_layout.layout
 
     def run(
         replica_params: PerReplica, pending: PyTree, reducer_states: PyTree

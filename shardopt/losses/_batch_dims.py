@@ -93,7 +93,8 @@ def cut_batch(
       cut: `cut(leaf, key path, row_dim)`, which returns the pieces of a leaf.
       batch: the batch.
     """
-    leaves, treedef = leaves_with_paths(batch), jax.tree.structure(batch)
+    leaves = leaves_with_paths(batch)
+    treedef = jax.tree.structure(batch)
     dims = [row_dim(config, path, np.ndim(leaf)) for path, leaf in leaves]
 
     def assemble(parts: Sequence[jax.Array]) -> PyTree:
@@ -145,7 +146,8 @@ def shown_leaves(config: StrategyConfig, batch: PyTree) -> list[str]:
     """Return each leaf of a batch with its shape and its rows, for messages."""
 
     def describe(path: str, leaf: PyTree) -> str:
-        shape, dim = np.shape(leaf), row_dim(config, path, np.ndim(leaf))
+        shape = np.shape(leaf)
+        dim = row_dim(config, path, np.ndim(leaf))
         rows = "no rows" if dim is None else f"dim {dim} has {plural(shape[dim], 'row')}"
         return f"{path or 'batch'}: shape {shape}; {rows}"
 
@@ -159,7 +161,8 @@ def batch_specs(config: StrategyConfig, batch: PyTree) -> PyTree:
     """
 
     def spec_of(path: jax.tree_util.KeyPath, leaf: PyTree) -> PartitionSpec:
-        name, ndim = path_text(path), np.ndim(leaf)
+        name = path_text(path)
+        ndim = np.ndim(leaf)
         return leaf_spec(config, name, ndim, row_dim(config, name, ndim))
 
     return jax.tree_util.tree_map_with_path(spec_of, batch)
@@ -178,8 +181,10 @@ def placed_specs(config: StrategyConfig, batch: PyTree) -> PyTree:
         return batch_specs(config, batch)
 
     def spec_of(path: jax.tree_util.KeyPath, leaf: PyTree) -> PartitionSpec:
-        name, shape = path_text(path), np.shape(leaf)
-        rows, positions = row_dim(config, name, len(shape)), sequence_dim(config, name, len(shape))
+        name = path_text(path)
+        shape = np.shape(leaf)
+        rows = row_dim(config, name, len(shape))
+        positions = sequence_dim(config, name, len(shape))
         dims = (
             [] if rows is None else [rows, *(dim for dim in range(len(shape)) if dim != positions)]
         )
@@ -232,8 +237,10 @@ def resized(
     """
 
     def resize(path: jax.tree_util.KeyPath, leaf: PyTree) -> jax.ShapeDtypeStruct:
-        name, shape = path_text(path), list(leaf.shape)
-        if (dim := row_dim(config, name, leaf.ndim)) is not None:
+        name = path_text(path)
+        shape = list(leaf.shape)
+        dim = row_dim(config, name, leaf.ndim)
+        if dim is not None:
             shape[dim] = rows
         if shape and (dim := sequence_dim(config, name, leaf.ndim)) is not None:
             shape[dim] //= position_shares
@@ -274,12 +281,12 @@ def check_positions(config: StrategyConfig, batch: PyTree) -> None:
     shares = config.axes.num_position_shares
     if shares == 1:
         return
-    missing, uneven, lengths = [], [], set()
+    missing = []
+    uneven = []
+    lengths = set()
     for path, leaf in leaves_with_paths(batch):
-        description, dim = (
-            f"{path or 'batch'}: shape {np.shape(leaf)}",
-            sequence_dim(config, path, np.ndim(leaf)),
-        )
+        description = f"{path or 'batch'}: shape {np.shape(leaf)}"
+        dim = sequence_dim(config, path, np.ndim(leaf))
         if dim is None:
             continue
         if not 0 <= dim < np.ndim(leaf):

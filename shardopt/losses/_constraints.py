@@ -87,7 +87,9 @@ def shard_activations(
     dim does not count rows are left to the partitioner, and so is a second dim that does not count
     positions.
     """
-    rows, axes, positions = num_rows(config, batch), config.axes, sequence_lengths(config, batch)
+    rows = num_rows(config, batch)
+    axes = config.axes
+    positions = sequence_lengths(config, batch)
 
     def place(x: jax.Array) -> jax.Array:
         if x.shape[:1] != (rows,) or rows % axes.num_row_shares:
@@ -114,7 +116,8 @@ def cut_rows(
     devices = config.axes.num_row_shares
 
     def cut(x: jax.Array, path: str, dim: int) -> jax.Array:
-        leading_shape, trailing_shape = x.shape[:dim], x.shape[dim + 1 :]
+        leading_shape = x.shape[:dim]
+        trailing_shape = x.shape[dim + 1 :]
         parts = jnp.moveaxis(
             x.reshape(*leading_shape, devices, count, -1, *trailing_shape), dim + 1, 0
         )

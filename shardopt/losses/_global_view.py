@@ -95,7 +95,9 @@ class _GlobalBatch:
     replica: jax.Array | int
 
     def gradients(self) -> Gradients:
-        config, layout, count = self.config, self.layout, self.count
+        config = self.config
+        layout = self.layout
+        count = self.count
         cut = functools.partial(cut_rows, config)
         grads, parts = accumulate(
             self.run, self.inputs.batch, count, self.shard, self.sum_weights, cut
@@ -202,7 +204,8 @@ def num_micro_batches(
       batch: the whole batch.
       training: whether the loss gets a random key, if it takes one.
     """
-    count, rows = config.loss.micro_batches, num_rows(config, batch)
+    count = config.loss.micro_batches
+    rows = num_rows(config, batch)
     if count > 1 and len(row_counts(config, batch)) != 1:
         problem = (
             f"micro_batches={count}, but the whole batch runs at once: its leaves do not agree on a"

@@ -56,7 +56,8 @@ def loss_of_rows(
     The gradient of `probe` is the sum of the bits of the gathered parameters' local gradients, see
     `all_gather`.
     """
-    loss_fn, rows = config.loss.loss_fn, num_rows(config, batch)
+    loss_fn = config.loss.loss_fn
+    rows = num_rows(config, batch)
     with explained(config, rows):
         if config.loss.view == "per_device":
             loss_fn = with_rows(row_context(config), loss_fn)
@@ -136,7 +137,9 @@ class BlockLoss:
 
     def parts(self, params: PyTree, batch: PyTree, key: jax.Array | None) -> LossParts:
         """Return the loss of a batch."""
-        gather_outer, run_block, before_loss = _unchanged, plain_block(self.model), None
+        gather_outer = _unchanged
+        run_block = plain_block(self.model)
+        before_loss = None
         if self.config.gathers:
             params = self._with_probes(params)
             gather_outer = self.gather_outer

@@ -131,7 +131,8 @@ def _find_obstacle(
         obstacle := _find_stray_expert_use(config, layout, loss_call.key, replica_batch)
     ):
         return obstacle
-    mixing, unit = None, "rows"
+    mixing = None
+    unit = "rows"
     if axes.num_position_shares > 1:
         dims = [
             sequence_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(replica_batch)
@@ -145,7 +146,8 @@ def _find_obstacle(
             divided_batch = resized(
                 config, replica_batch, rows=rows, position_shares=axes.num_position_shares
             )
-            mixing, unit = find(divided_batch, Cut(pieces, row_dims), with_context), "rows"
+            mixing = find(divided_batch, Cut(pieces, row_dims), with_context)
+            unit = "rows"
     if mixing is None:
         return None
     if unit == "positions":

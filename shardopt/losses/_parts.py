@@ -70,7 +70,8 @@ def loss_parts(caller: str, returned: PyTree, rows: int) -> LossParts:
 
 def _loss_and_aux(returned: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
     """Return the loss and the aux dict of the result of a loss function."""
-    loss_value, aux = returned, None
+    loss_value = returned
+    aux = None
     if isinstance(returned, tuple) and not isinstance(returned, Weighted | Sum | Max | Min):
         if len(returned) != 2:
             problem = f"loss_fn must return loss or (loss, aux), got a tuple of {len(returned)}."
@@ -85,18 +86,20 @@ def _loss_and_aux(returned: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
             " weight."
         )
         raise type_error(problem, fix=fix)
-    if reserved_names := [name for name in RESERVED if name in aux]:
+    reserved_names = [name for name in RESERVED if name in aux]
+    if reserved_names:
         problem = f"metric names that shardopt itself reports: {reserved_names}."
         raise value_error(problem, fix="rename it in the aux dict of loss_fn.")
     return loss_value, aux
 
 
 def _check_metrics(metrics: dict[str, PyTree]) -> None:
-    if wrong_metrics := [
+    wrong_metrics = [
         f"{name}: {type(value).__name__}"
         for name, value in metrics.items()
         if not _is_metric(value)
-    ]:
+    ]
+    if wrong_metrics:
         problem = (
             "aux values of loss_fn must be numbers, arrays, so.losses.Weighted, so.losses.Sum, so.losses.Max, so.losses.Min or"
             " so.losses.Updated."
@@ -109,7 +112,8 @@ def _check_metrics(metrics: dict[str, PyTree]) -> None:
     }
     descriptions = {name: f"{name}: {x.dtype}{list(x.shape)}" for name, x in plain_metrics.items()}
     is_discrete = {name: not is_inexact(x) for name, x in plain_metrics.items()}
-    if discrete := [descriptions[name] for name in plain_metrics if is_discrete[name]]:
+    discrete = [descriptions[name] for name in plain_metrics if is_discrete[name]]
+    if discrete:
         problem = f"{plural(len(discrete), 'metric')} of integers or booleans: a count, or a mean?"
         fix = (
             "say which: so.losses.Sum(x), so.losses.Max(x), so.losses.Min(x), so.losses.Weighted(total, weight), or"
@@ -166,7 +170,8 @@ def _per_row(value: ArrayLike | Weighted, rows: int) -> Weighted:
     if isinstance(total, tuple) and isinstance(weight, tuple):
         terms = [_per_row(Weighted(*term), rows) for term in zip(total, weight, strict=True)]
         return Weighted(tuple(term.total for term in terms), tuple(term.weight for term in terms))
-    total, weight = jnp.asarray(total), jnp.asarray(weight)
+    total = jnp.asarray(total)
+    weight = jnp.asarray(weight)
     total = widened(total)
     weight = weight.astype(total.dtype)
     return (
@@ -193,21 +198,27 @@ def _loss(loss_value: ArrayLike | Weighted, rows: int) -> Weighted:
     return loss
 
 
+_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating, jax.dtypes.prng_key)
+"""The kinds of dtypes. Each holds the numbers of those before it, but keys hold none."""
+
+
+def _kind(dtype: jnp.dtype) -> int:
+    return next(kind for kind, types in enumerate(_KINDS) if jnp.issubdtype(dtype, types))
+
+
+def _loses_numbers(dtype: jnp.dtype, leaf_dtype: jnp.dtype) -> bool:
+    """Return whether a cast to the dtype of a leaf loses an imaginary part, or a fraction."""
+    if _kind(leaf_dtype) == len(_KINDS) - 1:  # keys of two implementations differ
+        return dtype != leaf_dtype
+    return _kind(dtype) > _kind(leaf_dtype)
+
+
 def check_updated(caller: str, plans: Sequence[LeafPlan], updates: Mapping[str, jax.Array]) -> None:
     """Refuse, by a ValueError, updates of a loss (`so.losses.Updated`) that are not for a frozen
     leaf, or
     have another shape.
     """
     frozen = {plan.path: plan for plan in plans if not plan.trainable}
-
-    def loses(value, dtype):
-        """Return whether a cast to a dtype loses numbers: an imaginary part, or a fraction."""
-        kinds = jax.dtypes.prng_key, jnp.complexfloating, jnp.inexact, jnp.number
-        kinds_of_value, kinds_of_leaf = (
-            [jnp.issubdtype(x, k) for k in kinds] for x in (value, dtype)
-        )
-        return kinds_of_value > kinds_of_leaf or (kinds_of_leaf[0] and value != dtype)
-
     wrong_updates = [
         f"{path}: not a frozen parameter leaf" for path in updates if path not in frozen
     ]
@@ -219,7 +230,7 @@ def check_updated(caller: str, plans: Sequence[LeafPlan], updates: Mapping[str, 
     wrong_updates += [
         f"{path}: {value.dtype}, the parameter is {frozen[path].dtype}"
         for path, value in updates.items()
-        if path in frozen and loses(value.dtype, frozen[path].dtype)
+        if path in frozen and _loses_numbers(value.dtype, frozen[path].dtype)
     ]
     if wrong_updates:
         fix = (

@@ -115,7 +115,8 @@ class PerRow:
           batch: the batch, with rows in the dims that `row_dims` names.
           rng: a random key, or a key for each row [rows].
         """
-        dims, num_rows = self.row_dims(batch), self._num_rows(batch)
+        dims = self.row_dims(batch)
+        num_rows = self._num_rows(batch)
         keys = rng
         if rng is not None and not is_key_of_each_row(rng):
             keys = row_keys(rng, jnp.arange(num_rows))

@@ -218,7 +218,8 @@ def _context(caller: str, x: PyTree) -> RowContext | None:
 
     Raise ValueError if the rows of the whole batch are not available, or x has none.
     """
-    if scalars := [path or "x" for path, leaf in leaves_with_paths(x) if jnp.ndim(leaf) == 0]:
+    scalars = [path or "x" for path, leaf in leaves_with_paths(x) if jnp.ndim(leaf) == 0]
+    if scalars:
         fix = "pass what each row gives, [rows, ...]; a mean over rows is no row."
         raise ValueError(format_error(caller, "an array without dims has no rows.", scalars, fix))
     context = trace_context().rows

@@ -191,7 +191,8 @@ def find_mixing(
     loss_call = loss_call or LossCall()
     loss_fn = _with_checked_blocks(loss_call.caller, loss_fn)
     leaves, treedef = jax.tree.flatten(batch)
-    lengths, num_params = cut.lengths(leaves), len(jax.tree.leaves(params))
+    lengths = cut.lengths(leaves)
+    num_params = len(jax.tree.leaves(params))
     if any(length % (cut.pieces * cut.blocks) for length in lengths):
         return Mixing("the loss", f"its {cut.unit} cannot be cut into {cut.pieces} equal pieces.")
     if isinstance(loss_fn, PerRow) and not cut.positions:
@@ -201,7 +202,8 @@ def find_mixing(
         loss_call.on_whole_batch(cut.pieces), loss_fn, params, batch
     )
     dims = [dim for _, dim in cut.dims_of(leaves)]
-    if loop_mixing := _find_loop_over_rows(whole_jaxpr, whole_results, num_params, dims):
+    loop_mixing = _find_loop_over_rows(whole_jaxpr, whole_results, num_params, dims)
+    if loop_mixing:
         # before the loss is traced on a piece, because such losses take long to trace
         return loop_mixing
     piece_batch = treedef.unflatten([_cut(*pair, cut.pieces) for pair in cut.dims_of(leaves)])
@@ -296,7 +298,8 @@ def _find_row_mixing(
         return Mixing("the loss", reason, cause=error)
     if _has_custom_vmap(backward_pass):
         return Mixing("the loss", CUSTOM_VMAP)
-    if name := _trained_weight_name(jaxpr, results, num_params):
+    name = _trained_weight_name(jaxpr, results, num_params)
+    if name:
         return Mixing("the loss", TRAINED_WEIGHT.format(name))
     proof = ProofSettings(relate_jaxprs, cut.pieces, other_axes=row_call.other_axes, training=True)
     # One row is the same on every piece, so only a custom derivative can be unknown.
@@ -326,7 +329,8 @@ def _backward_pass(jaxpr: jex.ClosedJaxpr, num_params: int) -> jex.ClosedJaxpr:
     """Return the trace of a loss with its gradient, so that custom derivatives are in it."""
 
     def gradient(*arguments: PyTree) -> PyTree:
-        params, others = arguments[:num_params], arguments[num_params:]
+        params = arguments[:num_params]
+        others = arguments[num_params:]
 
         def of_params(*params: PyTree) -> list[jax.Array]:
             return jex.jaxpr_as_fun(jaxpr)(*params, *others)
@@ -434,7 +438,8 @@ def _find_loop_over_rows(
     used = iter(leaves_used(jaxpr, arguments, mark_loops=True))
     for result in results:
         for leaves in [next(used) for _ in result.leaves]:
-            if (loop := leaves.get(LOOP)) is not None:
+            loop = leaves.get(LOOP)
+            if loop is not None:
                 op = Operation(loop)
                 return Mixing(
                     result.name, REASONS["loop"], operation_name(op), (operation_line(op),)
@@ -493,7 +498,8 @@ def _cut(leaf: jax.ShapeDtypeStruct, dim: int | None, pieces: int) -> jax.ShapeD
 
 
 def _named_results(returned: PyTree) -> list[_Result]:
-    loss, metrics = returned, {}
+    loss = returned
+    metrics = {}
     if isinstance(returned, tuple) and not isinstance(returned, Weighted):
         loss, metrics = returned
     results = _results_of_value("the loss", loss)
@@ -594,7 +600,8 @@ def _reworded_for_positions(reason: str) -> str:
 
 
 def _mixing_of_unknown(result: str, relation: Unrelated) -> Mixing:
-    op, use = relation.op, relation.use
+    op = relation.op
+    use = relation.use
     lines = [] if op is None else [operation_line(op)]
     if op is not None and use is not None and operation_name(use) != operation_name(op):
         lines.append("whose result goes into " + operation_line(use))

@@ -48,7 +48,8 @@ class Views:
     """
 
     def __init__(self, config: StrategyConfig, *, training: bool):
-        self._config, self._training = config, training
+        self._config = config
+        self._training = training
         self._choices: dict[Hashable, ViewChoice] = {}
         # keeps the layouts alive, so that no other layout gets the id of one of them
         self._layouts: list[Layout] = []

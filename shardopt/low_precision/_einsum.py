@@ -202,10 +202,8 @@ def _backward(
     qx, qw = (from_bits(each, product.precision) for each in bits)
     dtype = eight_bits(product.precision).gradients
     wide = widened(grad)
-    rounded_x, rounded_weight = (
-        Rounded(qx, x_scale, product.tokens),
-        Rounded(qw, weight_scale, product.channels),
-    )
+    rounded_x = Rounded(qx, x_scale, product.tokens)
+    rounded_weight = Rounded(qw, weight_scale, product.channels)
     rounded = round_array(
         _scaled(wide, product.out, rounded_weight), product.out, product.tokens, dtype
     )
@@ -253,10 +251,13 @@ _round_and_multiply.defvjp(_round_forward, _round_backward)
 
 def _product(a: Rounded, a_letters: str, b: Rounded, b_letters: str, out: str) -> Array:
     """Return the product of the numbers in 8 bits, without scales, in a wide dtype."""
-    wide, numbers, sums = a.scale.dtype, (a.numbers, b.numbers), jnp.float32
+    wide = a.scale.dtype
+    numbers = (a.numbers, b.numbers)
+    sums = jnp.float32
     # CPU has no 8-bit products: multiply the same numbers in a wider dtype
     if device_kind_or_default() == "cpu":
-        numbers, sums = (a.numbers.astype(wide), b.numbers.astype(wide)), wide
+        numbers = (a.numbers.astype(wide), b.numbers.astype(wide))
+        sums = wide
     elif a.numbers.dtype == jnp.int8:
         sums = jnp.int32
     return jnp.einsum(

@@ -43,9 +43,8 @@ def reading_in_products(
             return block(weights, x)
         traced, results = jax.make_jaxpr(block, return_shape=True)(weights, x)
         arguments = jax.tree.leaves((weights, x))
-        if readers := _readers(
-            traced, [*of_rounded, *[False] * (len(arguments) - len(of_rounded))]
-        ):
+        readers = _readers(traced, [*of_rounded, *[False] * (len(arguments) - len(of_rounded))])
+        if readers:
             problem = (
                 "a block reads a weight that BlockModel.rounded names, elsewhere than in a product"
                 " in 8 bits."
@@ -70,7 +69,8 @@ def _readers(traced: ClosedJaxpr, of_rounded: Sequence[bool]) -> list[str]:
 
     def are_of_rounded(walk: Walk[bool], eqns: Equations, operands: list[bool]) -> list[bool]:
         (eqn,) = eqns
-        kind, results = eqn.primitive.name, [False] * len(eqn.outvars)
+        kind = eqn.primitive.name
+        results = [False] * len(eqn.outvars)
         if value_name(eqn.primitive, eqn.params) == OPENED:
             if not all(operands):
                 readers["the block, which made other arrays for it"] = None

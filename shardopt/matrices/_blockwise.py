@@ -75,7 +75,8 @@ def match_variables(full: jex.Jaxpr, single: jex.Jaxpr) -> dict[jex.Var, jex.Var
 
 def _same_bits(a: ArrayLike, b: ArrayLike) -> bool:
     """Return whether two constants have the same shape, dtype and bits; a NaN equals itself."""
-    a, b = np.asarray(a), np.asarray(b)
+    a = np.asarray(a)
+    b = np.asarray(b)
     return (a.shape, a.dtype, a.tobytes()) == (b.shape, b.dtype, b.tobytes())
 
 
@@ -104,7 +105,8 @@ def block_dim(var: jex.Var, matches: Mapping[jex.Var, jex.Var], blocks: int) -> 
 
     None if no dim does; -1 if the two shapes differ in another way.
     """
-    full_shape, single_shape = shape_of(var), shape_of(matches[var])
+    full_shape = shape_of(var)
+    single_shape = shape_of(matches[var])
     different_dims = [
         dim for dim, (a, b) in enumerate(zip(full_shape, single_shape, strict=True)) if a != b
     ]
@@ -126,8 +128,10 @@ def _keeps_blocks_apart(
         return True
     if -1 in input_dims or -1 in output_dims:
         return False
-    name, params = eqn.primitive.name, eqn.params
-    if inner_jaxprs := called_jaxprs(eqn):
+    name = eqn.primitive.name
+    params = eqn.params
+    inner_jaxprs = called_jaxprs(eqn)
+    if inner_jaxprs:
         if params.get("length") != single.params.get("length"):
             return False  # a loop over blocks
         return all(
@@ -140,7 +144,8 @@ def _keeps_blocks_apart(
         (input_dim,), (output_dim,) = input_dims, output_dims
         if input_dim is None:
             return False
-        old_shape, new_shape = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+        old_shape = shape_of(eqn.invars[0])
+        new_shape = shape_of(eqn.outvars[0])
         # otherwise blocks would be interleaved
         return math.prod(old_shape[:input_dim]) == math.prod(new_shape[:output_dim])
     if name in _MIXED_DIM:

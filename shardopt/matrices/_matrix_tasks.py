@@ -49,7 +49,9 @@ def find_tasks(trace: Trace, groups: Groups) -> list[MatrixTask]:
     is a norm over all updates, which a later product reads. The equations after that value are then
     a task of the next stage.
     """
-    eqns, stages, heavy_equations = trace.jaxpr.eqns, _Stages(trace, groups), {}
+    eqns = trace.jaxpr.eqns
+    stages = _Stages(trace, groups)
+    heavy_equations = {}
     for i, eqn in enumerate(eqns):
         group = groups.group_of(eqn)
         if group is not None and is_heavy(eqn, groups.min_elements):
@@ -71,7 +73,8 @@ class _Stages:
         heavy_groups: dict[jex.Var, frozenset[int]] = {}
         stage: dict[jex.Var, int] = {}
         for eqn in trace.jaxpr.eqns:
-            group, reads = groups.group_of(eqn), inputs_of(eqn)
+            group = groups.group_of(eqn)
+            reads = inputs_of(eqn)
             this_group = frozenset() if group is None else frozenset({group})
             waits_for = frozenset().union(*(heavy_groups.get(var, frozenset()) for var in reads))
             next_stages = [
@@ -126,7 +129,9 @@ def _is_input(var: Atom, results: Collection[jex.Var]) -> TypeGuard[jex.Var]:
 
 def _equations_between(trace: Trace, heavy: Sequence[int], allowed: Sequence[int]) -> set[int]:
     """Return the equations on paths between two equations of `heavy`, including `heavy`."""
-    eqns, after_heavy, before_heavy = trace.jaxpr.eqns, set(heavy), set(heavy)
+    eqns = trace.jaxpr.eqns
+    after_heavy = set(heavy)
+    before_heavy = set(heavy)
     results = {var for i in heavy for var in eqns[i].outvars}
     for i in allowed:
         if inputs_of(eqns[i]) & results:
@@ -144,7 +149,8 @@ def _reshapes_after(trace: Trace, core: set[int]) -> set[int]:
     """Return the equations that only reshape a result of `core`, so that the task returns arrays
     like the parameter.
     """
-    reshapes, results = set(), {var for i in core for var in trace.jaxpr.eqns[i].outvars}
+    reshapes = set()
+    results = {var for i in core for var in trace.jaxpr.eqns[i].outvars}
     for i, eqn in enumerate(trace.jaxpr.eqns):
         if eqn.primitive.name in _RESHAPES and inputs_of(eqn) & results:
             reshapes.add(i)

@@ -21,7 +21,8 @@ from shardopt.trace._jaxprs import shape_of
 from shardopt.trace._matrix_work import Groups, is_heavy, is_opaque
 from shardopt.trace._parts import MOST, Trace, bytes_of, inputs_of, sink_side
 
-_PARAMETERS, _OWNERS = 0, 1
+_PARAMETERS = 0
+_OWNERS = 1
 """Source and sink of the cut: the shards of parameters, and the owners."""
 
 
@@ -93,7 +94,9 @@ def plan_sides(
     edges: dict[tuple[int, int], int] = {}
     size = 2 + len(eqns)
     for var, nodes in readers.items():
-        sent_node, returned_node, cost = size, size + 1, math.ceil(costs[var] / unit)
+        sent_node = size
+        returned_node = size + 1
+        cost = math.ceil(costs[var] / unit)
         size += 2
         edges |= {(maker[var], sent_node): cost, (returned_node, maker[var]): cost}
         edges |= {(sent_node, reader): MOST for reader in nodes} | {
@@ -102,7 +105,8 @@ def plan_sides(
     owner_nodes = sink_side(edges, size, _PARAMETERS, _OWNERS)
     moves = {}
     for var, nodes in readers.items():
-        to_owners, plan = maker[var] not in owner_nodes, crossing.plan(var)
+        to_owners = maker[var] not in owner_nodes
+        plan = crossing.plan(var)
         if plan is not None and any((reader in owner_nodes) is to_owners for reader in nodes):
             moves[var] = Move(plan, to_owners)
     return Sides(frozenset(i for i in node if node[i] in owner_nodes), moves, crossing.returns)
@@ -121,7 +125,8 @@ class _CrossingVariables:
     """
 
     def __init__(self, layout: Layout, trace: Trace, groups: Groups):
-        count, invars = len(layout.trained), trace.jaxpr.invars
+        count = len(layout.trained)
+        invars = trace.jaxpr.invars
         self.groups = groups
         self.plans: dict[tuple[jex.Var, tuple[int, ...]], list[LeafPlan]] = {}
         self.roots: set[jex.Var] = set()

@@ -67,7 +67,8 @@ def run_stage(
 
     In the global view.
     """
-    sent_args, local_args = args[: len(stage.tasks)], args[len(stage.tasks) :]
+    sent_args = args[: len(stage.tasks)]
+    local_args = args[len(stage.tasks) :]
     local_outputs = [
         _run_locally(config, stage, local_task, retrace, task_args)
         for local_task, task_args in zip(stage.local_tasks, local_args, strict=True)
@@ -202,7 +203,8 @@ class _Exchange:
 
     def run(self, retrace: Retrace, args: list[list[jax.Array]]) -> list[list[jax.Array]]:
         """Return the outputs of every task from its inputs, on a device."""
-        axes, tasks = tuple(self.sizes), self.stage.tasks
+        axes = tuple(self.sizes)
+        tasks = self.stage.tasks
         device = jax.lax.axis_index(axes)
         device_numbers = [jnp.asarray(program.numbers)[device] for program in self.programs]
         sent = _pack_buffers(
@@ -268,11 +270,9 @@ class _Exchange:
         ]
         positions = [0] * len(self.programs)
         for unit in units:
-            owned_task, unsent_inputs, args = (
-                self.stage.tasks[unit.task],
-                iter(unsent_args[unit.program]),
-                [],
-            )
+            owned_task = self.stage.tasks[unit.task]
+            unsent_inputs = iter(unsent_args[unit.program])
+            args = []
             for transfer, slot in zip(owned_task.inputs, unit.inputs, strict=True):
                 if slot is None:
                     args.append(next(unsent_inputs)[positions[unit.program]])
@@ -492,7 +492,8 @@ def _split(x: jax.Array, transfer: Transfer, sizes: Mapping[str, int]) -> jax.Ar
 
 def _dim_order(transfer: Transfer, sizes: Mapping[str, int]) -> list[int]:
     """Return the dims of [axes, piece] in the order that they have in the assembled value."""
-    axis_names, order = list(sizes), []
+    axis_names = list(sizes)
+    order = []
     for dim, axes in enumerate(_owner_axes_of_dims(transfer, sizes)):
         order += [*map(axis_names.index, axes), len(axis_names) + dim]
     return order

@@ -108,7 +108,8 @@ def owner_axes(config: StrategyConfig) -> tuple[str, ...]:
 
 def owner_numbers(config: StrategyConfig, axes: Sequence[str]) -> np.ndarray:
     """Return the numbers of owners, [devices along the other axes of owners, devices along `axes`]."""
-    all_axes, sizes = owner_axes(config), config.mesh_shape
+    all_axes = owner_axes(config)
+    sizes = config.mesh_shape
     numbers = np.arange(_size(config, all_axes)).reshape([sizes[axis] for axis in all_axes])
     order = [*(axis for axis in all_axes if axis not in axes), *axes]
     return numbers.transpose([all_axes.index(axis) for axis in order]).reshape(
@@ -142,7 +143,8 @@ def plan_stages(
     cuts = _Cuts(
         layout.trained, full_trace, retrace, [leaves.get(task.group, []) for task in tasks]
     )
-    all_axes, specs = owner_axes(config), _specs_of(layout, full_trace)
+    all_axes = owner_axes(config)
+    specs = _specs_of(layout, full_trace)
     stages: dict[tuple[int, tuple[str, ...]], list[OwnedTask]] = {}
     local_tasks: dict[int, list[OwnedTask]] = {}
     without_owner: list[Owned] = []
@@ -193,7 +195,8 @@ def plan_stages(
 
 def _specs_of(layout: Layout, trace: Trace) -> dict[jex.Var, PartitionSpec]:
     """Return the specs of the state that an update reads and returns."""
-    count, opt_state = len(layout.trained), layout.specs.opt_state
+    count = len(layout.trained)
+    opt_state = layout.specs.opt_state
     specs = jax.tree.leaves(layout.reduce.split(opt_state)[0])
     state_vars = (*trace.jaxpr.invars[count : -count - 1], *trace.jaxpr.outvars[count:])
     return {
@@ -273,7 +276,9 @@ class _Cuts:
         retrace: Callable[[CutLeaves], Trace],
         groups: Sequence[Sequence[int]],
     ):
-        self.plans, self.full_trace, self.retrace = plans, full_trace, retrace
+        self.plans = plans
+        self.full_trace = full_trace
+        self.retrace = retrace
         self.traces = {WHOLE: full_trace}
         self.matches: dict[CutLeaves, dict[jex.Var, jex.Var] | None] = {}
         self.blocks = frozenset(i for i, plan in enumerate(plans) if plan.stacked)
@@ -396,10 +401,8 @@ def _make_owned_task(
     def unit_var(var):
         return var if matches is None else matches[var]
 
-    input_vars, output_vars = (
-        [unit_var(var) for var in reads],
-        [unit_var(var) for var in task.outputs],
-    )
+    input_vars = [unit_var(var) for var in reads]
+    output_vars = [unit_var(var) for var in task.outputs]
     part = jaxpr_of_part(unit_trace, task.equations, input_vars, output_vars).replace(constvars=[])
     inputs = tuple(transfer_of(var, large=is_large(var)) for var in reads)
     outputs = tuple(transfer_of(var, large=is_large(var)) for var in task.outputs)
@@ -432,7 +435,8 @@ def _sent_spec(
     It has as much as possible of `spec`, which is how state is sharded between steps: the
     partitioner moves the rest.
     """
-    shape, sizes = shape_of(var), config.mesh_shape
+    shape = shape_of(var)
+    sizes = config.mesh_shape
     plan = next((plan for plan in plans if plan.shape == shape), None)
     entries: list[tuple[str, ...]] = [()] * len(shape)
     if plan is not None:

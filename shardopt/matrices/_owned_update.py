@@ -148,7 +148,8 @@ def owners_of(config: StrategyConfig, layout: Layout) -> Owners | None:
     )
     trace = retrace_update(WHOLE)
     stages, without_owner = plan_stages(config, layout, trace, retrace_update)
-    rows, loads = [], np.zeros(count)
+    rows = []
+    loads = np.zeros(count)
     local_paths = {
         path for stage in stages for local_task in stage.local_tasks for path in local_task.paths
     }

@@ -25,7 +25,8 @@ def move(config: StrategyConfig, plan: LeafPlan, x: jax.Array, *, to_owners: boo
     Over data each device sends 1/N of its shard to every other device, (N-1)/N in total; the same
     over expert and tensor.
     """
-    param_spec, state_spec = plan.spec(sharded=True), plan.state_spec(sharded=True)
+    param_spec = plan.spec(sharded=True)
+    state_spec = plan.state_spec(sharded=True)
     specs = (param_spec, state_spec) if to_owners else (state_spec, param_spec)
     run = functools.partial(_exchange, plan=plan, to_owners=to_owners)
     return jax.shard_map(
@@ -47,7 +48,8 @@ def _exchange(x: jax.Array, plan: LeafPlan, *, to_owners: bool) -> jax.Array:
 
 def moved_bytes(config: StrategyConfig, plan: LeafPlan, dtype: np.dtype) -> int:
     """Return the bytes of an array like a parameter that a device sends, one way."""
-    param_spec, sizes = plan.spec(sharded=True), config.mesh_shape
+    param_spec = plan.spec(sharded=True)
+    sizes = config.mesh_shape
     steps = [] if plan.dim == 0 else [plan.shard_axes]
     steps += [(axis,) for axis in dims_of_matrix_axes(plan)]
     shard = math.prod(plan.shape) * dtype.itemsize // size_along(sizes, spec_axes(param_spec))

@@ -111,7 +111,8 @@ def _streamed(
         None if i in streamed else jax.device_put(x, on_device[i]) for i, x in enumerate(leaves)
     ]
 
-    grad_leaves, jaxpr = jax.tree.leaves(grads), stream.full_trace.jaxpr
+    grad_leaves = jax.tree.leaves(grads)
+    jaxpr = stream.full_trace.jaxpr
     inputs = [*grad_leaves, *device_state, *jax.tree.leaves(params), extra_args.value]
     values = dict(zip(jaxpr.constvars, stream.full_trace.consts, strict=True))
     values |= {var: x for var, x in zip(jaxpr.invars, inputs, strict=True) if x is not None}
@@ -145,7 +146,8 @@ def _streamed(
         zip(loop_results, loop_values, strict=True)
     )
     ordered = [results[i] for i in range(len(results))]
-    updates, new_state = ordered[: len(grad_leaves)], ordered[len(grad_leaves) :]
+    updates = ordered[: len(grad_leaves)]
+    new_state = ordered[len(grad_leaves) :]
     return with_leaves(grads, updates), treedef.unflatten(new_state)
 
 
@@ -161,7 +163,8 @@ def plan_stream(
     full_trace, block_trace = (
         retrace(config, layout, value, cut) for cut in (WHOLE, stacked_leaves)
     )
-    matches, blocks = match_variables(full_trace.jaxpr, block_trace.jaxpr), stacked[0].shape[0]
+    matches = match_variables(full_trace.jaxpr, block_trace.jaxpr)
+    blocks = stacked[0].shape[0]
     if blocks == 1 or matches is None or any(map(is_opaque, full_trace.jaxpr.eqns)):
         return None
     return _BlockTraces(full_trace, block_trace, matches, blocks, len(layout.trained)).stream()
@@ -210,8 +213,11 @@ class _BlockTraces(NamedTuple):
 
     def stream(self) -> Stream | None:
         """Return the stream; None if blocks cannot be updated one at a time."""
-        count, invars, outvars = self.num_updates, self.full.jaxpr.invars, self.full.jaxpr.outvars
-        updates, state = self.of_blocks(outvars[:count]), self.of_blocks(outvars[count:])
+        count = self.num_updates
+        invars = self.full.jaxpr.invars
+        outvars = self.full.jaxpr.outvars
+        updates = self.of_blocks(outvars[:count])
+        state = self.of_blocks(outvars[count:])
         loop_indices = [*updates, *(count + i for i in state)]
         loop_outputs = _variables(outvars[i] for i in loop_indices)
         if not self.is_streamable(loop_outputs, state):

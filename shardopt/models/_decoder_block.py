@@ -85,7 +85,8 @@ def block_shapes(config: DecoderConfig, *, dense: bool) -> dict[str, Shapes]:
         )
     else:
         assert config.experts is not None
-        E, experts = config.experts.number, config.experts
+        E = config.experts.number
+        experts = config.experts
         parts["router"] = {"kernel": (D, E)} | (
             {"choice_bias": (E,)} if experts.choice_bias else {}
         )
@@ -110,7 +111,10 @@ def norm_leaves(config: DecoderConfig, name: str) -> list[str]:
 
 
 def _attention_shapes(config: DecoderConfig) -> Shapes:
-    D, H, G, K = config.dim, config.num_heads, config.kv_heads, config.head_width
+    D = config.dim
+    H = config.num_heads
+    G = config.kv_heads
+    K = config.head_width
     if config.latent is not None:
         return config.latent.shapes(D, H)
     if config.fused == "qkv":
@@ -134,7 +138,8 @@ def _attention_shapes(config: DecoderConfig) -> Shapes:
 
 
 def _mlp_shapes(config: DecoderConfig, hidden: int, *, bias: bool, fused: bool = False) -> Shapes:
-    D, width = config.dim, 2 * hidden if config.activation == "clamped_swiglu" else hidden
+    D = config.dim
+    width = 2 * hidden if config.activation == "clamped_swiglu" else hidden
     if fused:
         shapes: Shapes = {"up": (D, 1 + config.gated, width)}
     else:
@@ -193,11 +198,15 @@ def apply_cached_block(
 
     Without a cache, positions see each other alone.
     """
-    router, routers, x = weights.get("router"), stream.routers, components_last(stream.x)
+    router = weights.get("router")
+    routers = stream.routers
+    x = components_last(stream.x)
     weights = layers.cast(
         {part: leaves for part, leaves in weights.items() if part != "router"}, config.dtype
     )
-    attention, mlp_weights, residual = weights["attention"], weights["mlp"], config.residual
+    attention = weights["attention"]
+    mlp_weights = weights["mlp"]
+    residual = config.residual
     first_product = "mlp_hidden" if router is None else "router"
     x, attention_input = residual.input(attention, x, "qkv")
     mixed, cache = _attention(config, attention, attention_input, stream, cache, start)
@@ -226,7 +235,8 @@ def _attention(
     kind = None if stream.layer is None else jnp.asarray(_kind_numbers(config))[stream.layer]
     length = x.shape[1]
     places = layers.places(length, stream.positions, stream.order)
-    rotate, scale = _rotation(config, kind, places, row_length(length)), config.attention_scale
+    rotate = _rotation(config, kind, places, row_length(length))
+    scale = config.attention_scale
     if config.latent is not None:
         heads = latent_qkv(weights, x, config.latent, rotate)
         query, key, value = checkpoint_name(heads, "qkv")
@@ -262,7 +272,8 @@ def _norm_heads(
     def norm(heads: Array, name: str) -> Array:
         if config.qk_norm != "all":
             return apply_norm(config.norm, weights, name, heads, config.norm_epsilon)
-        flat, scale = heads.reshape(*heads.shape[:2], -1), {name: weights[name].reshape(-1)}
+        flat = heads.reshape(*heads.shape[:2], -1)
+        scale = {name: weights[name].reshape(-1)}
         return apply_norm(config.norm, scale, name, flat, config.norm_epsilon).reshape(heads.shape)
 
     return norm(query, "q_norm"), norm(key, "k_norm")
@@ -296,10 +307,13 @@ def _rotation(
     def rotate(x: Array, scale: float = 1.0) -> Array:
         wide = wide_dtype(x.dtype)
         if kind is None or len(set(ropes)) == 1:
-            frequencies, factor = jnp.asarray(table[0], wide), float(factors[0])
+            frequencies = jnp.asarray(table[0], wide)
+            factor = float(factors[0])
         else:
-            frequencies, factor = jnp.asarray(table, wide)[kind], jnp.asarray(factors, wide)[kind]
-        rotating, fixed = x[..., :dims], x[..., dims:]
+            frequencies = jnp.asarray(table, wide)[kind]
+            factor = jnp.asarray(factors, wide)[kind]
+        rotating = x[..., :dims]
+        fixed = x[..., dims:]
         # scores do not depend on the order of components, which is the same in keys
         if first.interleaved:
             rotating = jnp.swapaxes(rotating.reshape(*x.shape[:-1], dims // 2, 2), -1, -2).reshape(
@@ -376,7 +390,8 @@ def _mix_cached(
     windows = [length if used.window is None else used.window for used in config.used_kinds]
     window = windows[0] if kind is None else jnp.asarray(windows, jnp.int32)[kind]
     mask = layers.visible(jnp.atleast_2d(places), length, window)
-    softcap, scale = config.attention_softcap, config.attention_scale
+    softcap = config.attention_softcap
+    scale = config.attention_scale
     return masked_attention(query, *cache, mask, softcap=softcap, scale=scale, sinks=sinks)
 
 

@@ -28,7 +28,8 @@ def _clamped_swiglu(x: Array) -> Array:
     as many units (GPT-OSS).
     """
     pairs = x.reshape(*x.shape[:-1], -1, 2)
-    gate, up = jnp.minimum(pairs[..., 0], 7.0), jnp.clip(pairs[..., 1], -7.0, 7.0)
+    gate = jnp.minimum(pairs[..., 0], 7.0)
+    up = jnp.clip(pairs[..., 1], -7.0, 7.0)
     return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
 
 
@@ -209,7 +210,8 @@ class DecoderConfig:
 
     def __post_init__(self):
         check_precision("DecoderConfig", self.precision)
-        if problems := self._problems():
+        problems = self._problems()
+        if problems:
             raise ValueError(
                 format_error(
                     "DecoderConfig", f"{plural(len(problems), 'field')} cannot be used.", problems
@@ -254,7 +256,8 @@ class DecoderConfig:
             yield f"the dims that rotate must be even and the same in all kinds, got {sorted(widths)}"
 
     def _problems_of_attention(self) -> Iterator[str]:
-        heads, kv_heads = self.num_heads, self.kv_heads
+        heads = self.num_heads
+        kv_heads = self.kv_heads
         if heads % kv_heads:
             yield f"num_kv_heads={self.num_kv_heads} does not divide num_heads={heads}"
         if self.latent is None and self.head_dim is None and self.dim % heads:

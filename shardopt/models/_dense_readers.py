@@ -15,7 +15,8 @@ def _interleaved(fields: Fields) -> dict[str, Any]:
 
 
 def _qwen(fields: Fields) -> dict[str, Any]:
-    types, first = fields["layer_types"], fields["max_window_layers"]
+    types = fields["layer_types"]
+    first = fields["max_window_layers"]
     window = fields["sliding_window"] if fields["use_sliding_window"] else None
     if window is None:
         types = None
@@ -26,7 +27,8 @@ def _qwen(fields: Fields) -> dict[str, Any]:
 
 
 def _smollm3(fields: Fields) -> dict[str, Any]:
-    L, every = fields.size("num_hidden_layers"), fields["no_rope_layer_interval"]
+    L = fields.size("num_hidden_layers")
+    every = fields["no_rope_layer_interval"]
     window = fields["sliding_window"] if fields["use_sliding_window"] else None
     rotates = fields["no_rope_layers"] or [(i + 1) % every != 0 for i in range(L)]
     types = fields["layer_types"] or [
@@ -84,7 +86,8 @@ def _gemma3(fields: Fields) -> dict[str, Any]:
 def _gpt2(fields: Fields) -> dict[str, Any]:
     """Return GPT-2, whose positions are learned."""
     fields.require("scale_attn_weights", None, True)
-    dim, max_length = fields.size("n_embd"), fields.size("n_positions")
+    dim = fields.size("n_embd")
+    max_length = fields.size("n_positions")
     return {
         "vocab_size": fields.size("vocab_size"),
         "dim": dim,

@@ -68,7 +68,8 @@ _OF_RUNS = frozenset(
 
 def _check_same_model(config: DecoderConfig, exported: DecoderConfig, family: str) -> None:
     """Refuse a model that differs from the one that its config.json describes."""
-    values, exported_values = _mathematics(config), _mathematics(exported)
+    values = _mathematics(config)
+    exported_values = _mathematics(exported)
     problems = [
         f"{name} is {value!r}, must be {exported_values[name]!r}"
         for name, value in values.items()
@@ -80,7 +81,8 @@ def _check_same_model(config: DecoderConfig, exported: DecoderConfig, family: st
 
 def _mathematics(config: DecoderConfig) -> dict[str, Any]:
     """Return the fields of a decoder and its experts that say which model it is."""
-    fields, experts = vars(config) | {"num_kv_heads": config.kv_heads}, config.experts
+    fields = vars(config) | {"num_kv_heads": config.kv_heads}
+    experts = config.experts
     if experts is not None:
         has_biases = experts.choice_bias or experts.balance == "bias"
         fields |= experts._asdict() | {"experts": None, "choice_bias": has_biases}
@@ -90,7 +92,8 @@ def _mathematics(config: DecoderConfig) -> dict[str, Any]:
 def _unfused(config: DecoderConfig, params: Params) -> Params:
     """Return the parameters of a decoder as a decoder without fused products has them."""
     blocks = params["blocks"]
-    attention, mlp = dict(blocks["attention"]), dict(blocks["mlp"])
+    attention = dict(blocks["attention"])
+    mlp = dict(blocks["mlp"])
     if config.fused == "qkv":
         attention |= dict(zip("qkv", split_parts(attention.pop("qkv")), strict=True))
     elif config.fused == "kv":
@@ -103,7 +106,8 @@ def _unfused(config: DecoderConfig, params: Params) -> Params:
 
 def _described(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     """Return the content of config.json."""
-    experts, rope = config.experts, config.used_kinds[0].rope
+    experts = config.experts
+    rope = config.used_kinds[0].rope
     fields = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -53,7 +53,8 @@ class Fields:
     """The fields of one config.json, with the defaults of its family; it notes which were read."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]):
-        self._values, self._defaults = values, defaults
+        self._values = values
+        self._defaults = defaults
         self._read: set[str] = set()
         self.problems: list[str] = []
 
@@ -105,12 +106,14 @@ class Fields:
 
     def require(self, name: str, *allowed: Any) -> None:
         """Refuse a field unless it has an allowed value."""
-        if (value := self[name]) not in allowed:
+        value = self[name]
+        if value not in allowed:
             self.problems.append(f"{name} is {value!r}, must be {' or '.join(map(repr, allowed))}")
 
     def choice(self, name: str, values: Mapping[Any, Any]) -> Any:
         """Return the meaning of a field's value."""
-        if (value := self[name]) in values:
+        value = self[name]
+        if value in values:
             return values[value]
         self.problems.append(f"{name} is {value!r}, must be one of {quoted(values)}")
         return next(iter(values.values()))
@@ -156,7 +159,8 @@ class Fields:
             self.problems.append(f"rope_type is {kind!r}, must be one of {quoted(_KINDS)}")
             return Rope()
         try:
-            base, values = float(base), _KINDS[kind](scaling, self)
+            base = float(base)
+            values = _KINDS[kind](scaling, self)
         except KeyError as error:
             self.problems.append(f"rope_scaling has no {error.args[0]!r}, which {kind!r} needs")
             return Rope()
@@ -205,7 +209,8 @@ class Fields:
         if types is None:
             return {"kinds": (BlockKind(window, rope_of("full_attention")),)}
         names = list(dict.fromkeys(types))
-        if unknown := sorted(set(names) - {"full_attention", "sliding_attention"}):
+        unknown = sorted(set(names) - {"full_attention", "sliding_attention"})
+        if unknown:
             self.problems.append(
                 f"layer_types has {quoted(unknown)}, which the decoder does not know"
             )
@@ -225,7 +230,8 @@ def check_fields(folder: object, fields: Fields) -> None:
     # the only field of all models that asks for something when it is false
     fields.require("is_causal", None, True)
     fields.require("router_jitter_noise", None, 0.0)
-    if problems := fields.problems + fields.unread_problems():
+    problems = fields.problems + fields.unread_problems()
+    if problems:
         raise value_error(
             f"{folder} describes a model that the decoder cannot be.",
             problems,
@@ -254,7 +260,8 @@ def _length(scaling: dict[str, Any], fields: Fields) -> int:
 
 
 def _llama3(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
-    slow, fast = float(scaling.pop("low_freq_factor")), float(scaling.pop("high_freq_factor"))
+    slow = float(scaling.pop("low_freq_factor"))
+    fast = float(scaling.pop("high_freq_factor"))
     factor = float(scaling.pop("factor"))
     return {
         "kind": "llama3",
@@ -266,9 +273,11 @@ def _llama3(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
 
 
 def _yarn(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
-    length, factor = _length(scaling, fields), scaling.pop("factor", None)
+    length = _length(scaling, fields)
+    factor = scaling.pop("factor", None)
     factor = float(factor or fields["max_position_embeddings"] / length)
-    scale, scale_of_all = scaling.pop("mscale", None), scaling.pop("mscale_all_dim", None)
+    scale = scaling.pop("mscale", None)
+    scale_of_all = scaling.pop("mscale_all_dim", None)
     attention_factor = scaling.pop("attention_factor", None)
     if attention_factor is None:
         attention_factor = (
@@ -276,10 +285,8 @@ def _yarn(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
             if scale and scale_of_all
             else yarn_scale(factor, 1)
         )
-    slow, fast = (
-        float(scaling.pop("beta_slow", None) or 1),
-        float(scaling.pop("beta_fast", None) or 32),
-    )
+    slow = float(scaling.pop("beta_slow", None) or 1)
+    fast = float(scaling.pop("beta_fast", None) or 32)
     numbers = {"factor": factor, "length": length, "slow": slow, "fast": fast}
     truncate = scaling.pop("truncate", True)
     return {
@@ -291,7 +298,8 @@ def _yarn(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
 
 
 def _longrope(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
-    length, factor = _length(scaling, fields), scaling.pop("factor", None)
+    length = _length(scaling, fields)
+    factor = scaling.pop("factor", None)
     factor = float(factor or fields["max_position_embeddings"] / length)
     attention_factor = scaling.pop("attention_factor", None)
     if attention_factor is None:

@@ -41,7 +41,8 @@ def check_ids(caller: str, batch: PyTree, vocab_size: int, num_positions: int = 
         ids = batch.get(name)
         if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or not ids.size:
             continue
-        lowest, highest = int(ids.min()), int(ids.max())
+        lowest = int(ids.min())
+        highest = int(ids.max())
         if name == "targets" and lowest == IGNORED:
             lowest = int(ids.min(where=ids != IGNORED, initial=0))
         if lowest < 0 or highest >= limit:
@@ -127,7 +128,8 @@ def _input_shape(batch: PyTree) -> tuple[int, int]:
         raise type_error(f"{_EXPECTED}; got {type(batch).__name__}.")
     if "tokens" not in batch:
         raise type_error(f"{_EXPECTED}; got a dict with {sorted(batch)}.")
-    if unread := sorted(str(name) for name in set(batch) - {"tokens", *_OPTIONAL}):
+    unread = sorted(str(name) for name in set(batch) - {"tokens", *_OPTIONAL})
+    if unread:
         problem = "the model does not read all leaves of the batch."
         fix = (
             f"leave them out, or use what it reads: {', '.join(_OPTIONAL)}. A mask of tokens is"
@@ -146,13 +148,15 @@ def _input_shape(batch: PyTree) -> tuple[int, int]:
 
 def _check_leaves(integers: Mapping[str, Any], weights: Any, shape: tuple[int, int]) -> None:
     leaves = integers if weights is None else {**integers, "weights": weights}
-    if bad_leaves := [
+    bad_leaves = [
         f"{name}: shape {leaf.shape}" for name, leaf in leaves.items() if leaf.shape != shape
-    ]:
+    ]
+    if bad_leaves:
         raise value_error(f"a leaf of the batch is not of shape [B, T] = {shape}.", bad_leaves)
-    if bad_leaves := [
+    bad_leaves = [
         f"{name}: {leaf.dtype}" for name, leaf in integers.items() if not _has_integers(leaf)
-    ]:
+    ]
+    if bad_leaves:
         raise type_error("a leaf of the batch does not hold integers.", bad_leaves)
     if weights is not None and jnp.iscomplexobj(weights):
         raise type_error(f"weights of the batch must be real, got {weights.dtype}.")

@@ -45,7 +45,8 @@ class Place(NamedTuple):
             part = tensor if tensor.size == size else tensor[self.start : self.start + size]
             return part.reshape(self.shape)
         num_inputs = _num_inputs(self.leaf)
-        inputs, outputs = self.shape[:num_inputs], self.shape[num_inputs:]
+        inputs = self.shape[:num_inputs]
+        outputs = self.shape[num_inputs:]
         last = self.start + self.outputs
         if not self.transposed:
             return tensor[:, self.start : last].reshape(*inputs, *outputs)
@@ -143,7 +144,8 @@ def _join(
     shapes: Mapping[str, tuple[int, ...]],
     family: Family,
 ) -> list[Place]:
-    places, start = [], 0
+    places = []
+    start = 0
     for leaf in leaves:
         shape = shapes[leaf][len(numbers) :]
         is_product = leaf.rpartition("/")[2] in _PRODUCTS and not _is_packed(leaf, numbers)

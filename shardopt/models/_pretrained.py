@@ -41,7 +41,9 @@ from shardopt.optimizers import Matrix
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.training._loggers import show_progress
 
-_CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_CONFIG = "config.json"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 _COPIED = (
     "tokenizer*",
     "*token*.json",
@@ -151,7 +153,9 @@ class Pretrained:
         for name, places in self.places.items():
             for place in places:
                 sources.setdefault(place.leaf, []).append((self.tensors[name], place))
-        paths_and_leaves, num_bytes, arrays = leaves_with_paths(self.abstract_params), 0, []
+        paths_and_leaves = leaves_with_paths(self.abstract_params)
+        num_bytes = 0
+        arrays = []
         with show_progress(len(paths_and_leaves), shown=progress) as display:
             for (path, leaf), sharding in zip(
                 paths_and_leaves, jax.tree.leaves(shardings), strict=True
@@ -249,7 +253,8 @@ def write_weights(
     Raises:
       FileExistsError: if the folder has weights already.
     """
-    leaves, target = dict(leaves_with_paths(params)), Path(folder)
+    leaves = dict(leaves_with_paths(params))
+    target = Path(folder)
     if (target / _INDEX).exists() or (target / _WEIGHTS).exists():
         raise FileExistsError(
             error_text(f"{target} has weights already.", fix="choose a new folder.")
@@ -388,9 +393,11 @@ def _weight_files(folder: Path) -> list[Path]:
     names = [_WEIGHTS]
     if (folder / _INDEX).exists():
         names = sorted(set((_read_object(folder / _INDEX).get("weight_map") or {}).values()))
-    if outside := [name for name in names if Path(name).name != name]:
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
         raise value_error(f"{folder / _INDEX} names files outside of the folder.", outside)
-    if missing := [name for name in names if not (folder / name).exists()]:
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
         fix = "download the folder again, with its safetensors."
         raise FileNotFoundError(
             error_text(f"{folder} lacks {plural(len(missing), 'file')} of weights.", missing, fix)
@@ -410,7 +417,8 @@ def _load_leaf(
     for tensor, place in sources:
         view = tensor.view()
         for bounds, shard in shards.items():
-            if (places := _places_in(place, bounds)) is not None:
+            places = _places_in(place, bounds)
+            if places is not None:
                 start = view.__array_interface__["data"][0]
                 shard[places.outer] = Part(tensor, place.of(view)[places.inner], start).read()
         del view
@@ -428,9 +436,11 @@ def _save_leaf(leaf: Any, targets: list[tuple[Tensor, Place]]) -> None:
     else:
         shards = [((slice(None),) * leaf.ndim, leaf)] if jax.process_index() == 0 else []
     for index, data in shards:
-        bounds, numbers = _bounds(index, leaf.shape), np.asarray(data)
+        bounds = _bounds(index, leaf.shape)
+        numbers = np.asarray(data)
         for tensor, place in targets:
-            if (places := _places_in(place, bounds)) is not None:
+            places = _places_in(place, bounds)
+            if places is not None:
                 view = tensor.view()
                 part = Part(
                     tensor, place.of(view)[places.inner], view.__array_interface__["data"][0]

@@ -58,11 +58,12 @@ class Rope:
             fix = f"use one of {', '.join(get_args(Kind))}."
             raise ValueError(format_error("Rope", f"unknown kind {self.kind!r}.", fix=fix))
         names = ("base", "factor", "length", "slow", "fast", "attention_factor")
-        if problems := [
+        problems = [
             f"{name} must be positive, got {getattr(self, name)}"
             for name in names
             if getattr(self, name) <= 0
-        ]:
+        ]
+        if problems:
             raise ValueError(format_error("Rope", "a number cannot be used.", problems))
 
     def frequencies(self, head_dim: int, row_length: int = 1) -> np.ndarray:
@@ -96,8 +97,11 @@ class Rope:
         def pair_of(turns: float) -> float:
             return dims * math.log(self.length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
-        first, last = pair_of(self.fast), pair_of(self.slow)
+        first = pair_of(self.fast)
+        last = pair_of(self.slow)
         if self.truncate:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, dims - 1)
+            first = math.floor(first)
+            last = math.ceil(last)
+        first = max(first, 0)
+        last = min(last, dims - 1)
         return np.clip((np.arange(dims // 2) - first) / (last - first or 0.001), 0, 1)

@@ -96,11 +96,10 @@ Caches = dict[str, KVCache]
 
 def empty_caches(config: DecoderConfig, params: Params, batch_size: int, length: int) -> Caches:
     """Return caches for `advance`: zeros, for each group of stacked blocks."""
-    L, G = config.num_layers - config.num_first, config.kv_heads
-    key_width, value_width = (
-        config.head_width,
-        config.latent.value if config.latent else config.head_width,
-    )
+    L = config.num_layers - config.num_first
+    G = config.kv_heads
+    key_width = config.head_width
+    value_width = config.latent.value if config.latent else config.head_width
     dtype = config.dtype or params["embedding"].dtype
 
     def zeros(count: int) -> KVCache:
@@ -170,7 +169,8 @@ def check_sampling(
             f"{prompt_length} + {num_tokens} tokens are more than max_length={max_length}",
         ),
     ]
-    if problems := [message for is_wrong, message in rules if is_wrong]:
+    problems = [message for is_wrong, message in rules if is_wrong]
+    if problems:
         raise ValueError(
             format_error("sample", f"{plural(len(problems), 'argument')} cannot be used.", problems)
         )

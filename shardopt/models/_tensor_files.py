@@ -175,19 +175,23 @@ class Part(NamedTuple):
 
     def _runs(self) -> tuple[list[int], int]:
         """Return the dims in the order of the file, and how many numbers lie side by side there."""
-        shape, strides = self.view.shape, self.view.strides
+        shape = self.view.shape
+        strides = self.view.strides
         order = sorted(range(self.view.ndim), key=lambda axis: -strides[axis])
-        length, side_by_side = 1, self.view.itemsize
+        length = 1
+        side_by_side = self.view.itemsize
         for axis in reversed(order):
             if shape[axis] != 1 and strides[axis] != side_by_side:
                 break
-            length, side_by_side = length * shape[axis], side_by_side * shape[axis]
+            length = length * shape[axis]
+            side_by_side = side_by_side * shape[axis]
         return order, length
 
     def _offsets(self, order: list[int], length: int) -> Iterator[int]:
         """Yield the first byte of each run in the file."""
         first = self.tensor.offset + self.view.__array_interface__["data"][0] - self.start
-        outer, count = [], self.view.size
+        outer = []
+        count = self.view.size
         for axis in order:
             if count == length:
                 break

@@ -152,7 +152,10 @@ def leaf_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 def shapes_of(config: DecoderConfig) -> Params:
     """Return the shape of each leaf, in the tree that `init` returns."""
-    V, D, L, first = config.vocab_size, config.dim, config.num_layers, config.num_first
+    V = config.vocab_size
+    D = config.dim
+    L = config.num_layers
+    first = config.num_first
 
     def stacked(count: int, *, dense: bool) -> Params:
         parts = block_shapes(config, dense=dense)
@@ -325,7 +328,8 @@ def embed_tokens(config: DecoderConfig, outer: Params, inputs: Inputs) -> BlockS
     if config.embedding_scale != 1:
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     if config.positions:
-        table, T = layers.cast(outer["positions"], config.dtype), x.shape[1]
+        table = layers.cast(outer["positions"], config.dtype)
+        T = x.shape[1]
         _check_length(config, inputs, T)
         if inputs.whole and config.positions >= T:
             x = x + table[None, :T]
@@ -374,10 +378,8 @@ def _final_norm_and_head(
         },
         config.dtype,
     )
-    normed, head = (
-        apply_norm(config.norm, outer, "norm", x, config.norm_epsilon),
-        outer["embedding" if config.tied else "head"],
-    )
+    normed = apply_norm(config.norm, outer, "norm", x, config.norm_epsilon)
+    head = outer["embedding" if config.tied else "head"]
     return normed, head
 
 

@@ -11,8 +11,10 @@ from shardopt.models import decoder
 from shardopt.models._decoder_config import Balance, BlockKind, DecoderConfig, ExpertsConfig
 from shardopt.models._rope import Rope
 
-init, model = decoder.init, decoder.model
-logits_of, num_parameters = decoder.logits_of, decoder.num_parameters
+init = decoder.init
+model = decoder.model
+logits_of = decoder.logits_of
+num_parameters = decoder.num_parameters
 
 rules = (
     ("(^|/)blocks/(attention/(q|kv)|shared/(gate|up))$", P(None, "tensor")),

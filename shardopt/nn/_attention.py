@@ -239,7 +239,8 @@ class _AttentionOverContext:
         marks: Marks,
         sinks: Float[Array, " H"] | None,
     ) -> Float[Array, "B T H K"]:
-        size, natural = jax.lax.axis_size(self.axes), marks.positions is None
+        size = jax.lax.axis_size(self.axes)
+        natural = marks.positions is None
         method = self.method or self._default_method(query, key, natural)
         if method == "all_gather":
             problem = "works on whole rows or the blocks of a ring, not by method='all_gather'"
@@ -280,7 +281,8 @@ class _AttentionOverContext:
         )
 
     def _default_method(self, query: Array, key: Array, natural: bool) -> Method:
-        size, length = jax.lax.axis_size(self.axes), query.shape[1]
+        size = jax.lax.axis_size(self.axes)
+        length = query.shape[1]
         hops = ring_of(self.axes, size, length, self.rule, natural=natural).hops
         heads = {
             "heads": query.shape[2],
@@ -296,7 +298,8 @@ class _AttentionOverContext:
 
         It uses splash for its blocks if splash is asked for or is the default, and can be used.
         """
-        length, rule = query.shape[1], self.rule
+        length = query.shape[1]
+        rule = self.rule
         fix = "use method='all_to_all'"
         _refuse_kernel(
             self.implementation, "cudnn", problem="works on whole rows, not in hops", fix=fix
@@ -307,10 +310,8 @@ class _AttentionOverContext:
                 f"takes blocks of a multiple of {LANES} positions without a window, got {length}"
                 " positions"
             )
-            problem, fix = (
-                f"{problem} and window={rule.window}",
-                f"{fix} where context divides the heads",
-            )
+            problem = f"{problem} and window={rule.window}"
+            fix = f"{fix} where context divides the heads"
             _refuse_kernel(self.implementation, "splash", problem=problem, fix=fix)
         splash = splash_fits and (self.implementation or _default_implementation(query)) == "splash"
         size = jax.lax.axis_size(self.axes)
@@ -358,7 +359,8 @@ def _pad_values(
     def padded_attention(
         query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None
     ) -> Array:
-        value_width, key_width = value.shape[3], query.shape[3]
+        value_width = value.shape[3]
+        key_width = query.shape[3]
         if value_width == key_width:
             return run_attention(query, key, value, marks, sinks)
         value = jnp.pad(value, ((0, 0),) * 3 + ((0, key_width - value_width),))
@@ -432,9 +434,13 @@ def masked_attention(
     pass.
     """
     B, T, H, K = query.shape
-    wide, query_dims, key_dims = wide_dtype(query.dtype), "h", "h"
+    wide = wide_dtype(query.dtype)
+    query_dims = "h"
+    key_dims = "h"
     if (G := key.shape[2]) != H:  # R heads of queries to each of the G heads of keys
-        query, query_dims, key_dims = query.reshape(B, T, G, H // G, K), "gr", "g"
+        query = query.reshape(B, T, G, H // G, K)
+        query_dims = "gr"
+        key_dims = "g"
     mask_bias = jnp.expand_dims(
         jnp.where(mask, 0, -1e30).astype(wide), range(1, 1 + len(query_dims))
     )
@@ -489,8 +495,10 @@ def _check(
             " jax.nn.dot_product_attention."
         )
         raise value_error(problem, fix=fix)
-    H, G = query.shape[2], key.shape[2]
-    K, value_width = query.shape[3], value.shape[3]
+    H = query.shape[2]
+    G = key.shape[2]
+    K = query.shape[3]
+    value_width = value.shape[3]
     if window is not None:
         check_count("window", window, minimum=1)
     rules = [
@@ -552,7 +560,8 @@ def _on_each_device(
     """Call `run` on local rows, positions and heads, in a region that is manual over every axis
     that is still automatic.
     """
-    mesh, auto_axes = mesh_under_trace(), not_manual_axes()
+    mesh = mesh_under_trace()
+    auto_axes = not_manual_axes()
     if is_local():
         return run(query, key, value, marks, sinks)
     row_axes = tuple(

@@ -117,7 +117,8 @@ def plan_exchange(axes: Axes, sizes: Int[Array, " E"]) -> Exchange:
 
     To know the sizes of all devices takes an all-gather of 4 X E bytes.
     """
-    devices, device = lax.axis_size(axes), lax.axis_index(axes)
+    devices = lax.axis_size(axes)
+    device = lax.axis_index(axes)
     all_sizes = lax.all_gather(sizes, axes)  # [X, E]
     num_local = sizes.shape[0] // devices
     # [X, E], where each expert begins in the sorted rows of each device
@@ -192,8 +193,10 @@ def _slice_places(offsets: Array, sizes: Array, devices: int, max_rows: int, mis
 
     `missing` at places without a row.
     """
-    offsets, sizes = offsets.reshape(devices, -1), sizes.reshape(devices, -1)
-    ends, places = jnp.cumsum(sizes, axis=1), jnp.arange(max_rows)
+    offsets = offsets.reshape(devices, -1)
+    sizes = sizes.reshape(devices, -1)
+    ends = jnp.cumsum(sizes, axis=1)
+    places = jnp.arange(max_rows)
     # which of the slices of a device
     slice_index = jnp.sum(places[None, :, None] >= ends[:, None], axis=2)
     shift = jnp.take_along_axis(

@@ -110,7 +110,8 @@ def exchange_bytes(
 
 def sent_by_exchange(table: ColumnTable, ids: jax.Array) -> float:
     """Return the buffer bytes of the exchange of rows."""
-    devices, columns = jax.lax.axis_size(table.axis), table.shard.shape[1]
+    devices = jax.lax.axis_size(table.axis)
+    columns = table.shard.shape[1]
     itemsize = table.shard.dtype.itemsize
     return sum(
         exchange_bytes(
@@ -159,7 +160,8 @@ def _look_up_with_wide_sums(table: jax.Array, ids: jax.Array) -> jax.Array:
 def _tangents(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, Any]) -> tuple:
     """Look the tangent up in a wide table. The transpose then adds wide numbers."""
     (table, ids), (d_table, _) = primals, tangents
-    d_table, rows = d_table.astype(wide_dtype(table.dtype)), _rows_of(table, ids)
+    d_table = d_table.astype(wide_dtype(table.dtype))
+    rows = _rows_of(table, ids)
     places = jnp.take(jnp.arange(len(table)), ids, mode="fill", fill_value=len(table))
     look_up = _look_up_in_tiles if _adds_by_atomics() and is_local() else _look_up_or_zero
     return rows, look_up(d_table, places).astype(rows.dtype)
@@ -177,7 +179,8 @@ def _look_up_in_tiles(table: jax.Array, places: jax.Array) -> jax.Array:
     place are left. A GPU adds them by atomic operations, one after another. On an H200, 16,384 rows
     of 768 with few ids took 32 of 76 ms of a step. Sums of a tile that has NaN or infinity are NaN.
     """
-    outside, order = len(table), jnp.argsort(places.reshape(-1))
+    outside = len(table)
+    order = jnp.argsort(places.reshape(-1))
     tiles = jnp.pad(
         places.reshape(-1)[order], (0, -order.size % _TILE), constant_values=outside
     ).reshape(-1, _TILE)
@@ -192,7 +195,9 @@ def _look_up_in_tiles(table: jax.Array, places: jax.Array) -> jax.Array:
 
 def _look_up_by_exchange(table: ColumnTable, ids: jax.Array) -> jax.Array:
     """Return the rows [R, D] of a table that is sharded by columns."""
-    shape, dtype, axis = table.shard.shape, table.shard.dtype, table.axis
+    shape = table.shard.shape
+    dtype = table.shard.dtype
+    axis = table.axis
 
     def exchange(x: jax.Array, split: int, concat: int) -> jax.Array:
         return shard_by_shard(

@@ -56,7 +56,8 @@ def exchanged_attention(
       run: attention of [B, degree T, H / degree, K] and so on; it includes the ring across groups,
         if there are several.
     """
-    size, groups = lax.axis_size(axes), None
+    size = lax.axis_size(axes)
+    groups = None
     if degree < size:
         groups = [list(range(first, first + degree)) for first in range(0, size, degree)]
     to_heads = functools.partial(
@@ -145,14 +146,13 @@ def _gather_keys(axes: Axes, key: Array, value: Array, query_marks: Marks) -> tu
     length = key.shape[2]
     gather = functools.partial(lax.all_gather, axis_name=axes, tiled=True)
     key_marks = jax.tree.map(lambda x: gather(x, axis=1), query_marks)
-    key, value = gather(key, axis=2), gather(value, axis=2)
+    key = gather(key, axis=2)
+    value = gather(value, axis=2)
     if query_marks.positions is None:
         all_positions = jnp.arange(key.shape[2], dtype=jnp.int32)[None]
         local_positions = lax.dynamic_slice_in_dim(
             all_positions, lax.axis_index(axes) * length, length, axis=1
         )
-        query_marks, key_marks = (
-            query_marks._replace(positions=local_positions),
-            key_marks._replace(positions=all_positions),
-        )
+        query_marks = query_marks._replace(positions=local_positions)
+        key_marks = key_marks._replace(positions=all_positions)
     return query_marks, Keys(key, value, key_marks)

@@ -41,7 +41,8 @@ def as_int32(ids: jax.Array | np.ndarray) -> jax.Array:
 
     A cast would make 2^32 - 100 the target that is ignored, and 2^32 + 1 the token 1.
     """
-    limits, dtype_limits = jnp.iinfo(jnp.int32), jnp.iinfo(ids.dtype)
+    limits = jnp.iinfo(jnp.int32)
+    dtype_limits = jnp.iinfo(ids.dtype)
     if dtype_limits.max > limits.max:
         library = np if isinstance(ids, np.ndarray) else jnp
         ids = library.clip(ids, max(limits.min, dtype_limits.min), limits.max)

@@ -27,7 +27,8 @@ from shardopt.nn._router import RouterStatistics, Routing, Score, dense_weights,
 from shardopt.partition._plan import EXPERT
 from shardopt.trace._marks import EXPERTS, marked
 
-NAME, ARRIVED = "experts", "dispatched"
+NAME = "experts"
+ARRIVED = "dispatched"
 """The `checkpoint_name` of the first products, and of the rows that go into them."""
 
 Weights = Mapping[str, Array]
@@ -216,9 +217,12 @@ def _route_and_run(
     """
     weights, x, router, *biases = inputs
     B, T, D = x.shape
-    routes, chunk = route(settings.routing, x, router, *biases), settings.chunk
+    routes = route(settings.routing, x, router, *biases)
+    chunk = settings.chunk
     nan_or_zero = jnp.where(routes.is_nan, jnp.nan, 0)[..., None].astype(x.dtype)
-    E, N, K = router.shape[1], B * T, routes.experts.shape[2]
+    E = router.shape[1]
+    N = B * T
+    K = routes.experts.shape[2]
     run_experts = functools.partial(_dispatch_and_combine, settings, axes, E, weights)
     flat_tokens = x.reshape(N, D), routes.experts.reshape(N, K), routes.weights.reshape(N, K)
     if chunk is None or chunk >= N:
@@ -257,7 +261,8 @@ def _dispatch_and_combine(
         rows = checkpoint_name(rows, ARRIVED)
         return combine(run_experts(rows, scales, sizes), order, inverse, n)
     exchange = plan_exchange(axes.expert, sizes)
-    devices, num_local = jax.lax.axis_size(axes.expert), weights["up"].shape[0]
+    devices = jax.lax.axis_size(axes.expert)
+    num_local = weights["up"].shape[0]
     max_rows = min(K, num_local) * n
 
     def send_to_experts(a: Array) -> Array:
@@ -363,7 +368,8 @@ def _on_each_device(
     def of_roles(*roles: str) -> tuple[str, ...]:
         return tuple(axis for role in roles for axis in axes_of_role(role) if axis in auto_axes)
 
-    row_axes, context_axes = of_roles("replica", "data", EXPERT), of_roles(CONTEXT)
+    row_axes = of_roles("replica", "data", EXPERT)
+    context_axes = of_roles(CONTEXT)
     tensor_axes = of_roles(TENSOR)
     if not _divides(tensor_axes, sizes, inputs.weights, 2):
         tensor_axes = ()
@@ -376,10 +382,8 @@ def _on_each_device(
         num_shards = size_along(sizes, tensor_axes)
         down_bias = inputs.weights["down_bias"] / num_shards
         inputs = inputs._replace(weights={**inputs.weights, "down_bias": down_bias})
-    token_spec, row_spec = (
-        PartitionSpec(row_axes or None, context_axes or None, None),
-        PartitionSpec(row_axes or None),
-    )
+    token_spec = PartitionSpec(row_axes or None, context_axes or None, None)
+    row_spec = PartitionSpec(row_axes or None)
     axes_of_region = _Axes(axes if travels else expert_axes, tensor_axes)
 
     def region(*arrays: Any) -> tuple[Array, RouterStatistics]:
@@ -420,7 +424,8 @@ def _check_arrays(
         if bias is not None and bias.shape != (E,):
             raise value_error(f"{name} has shape {bias.shape}.", fix=f"give [{E}].")
     for name in ("gate", "up", "down"):
-        if (bias := weights.get(f"{name}_bias")) is not None and bias.shape != (
+        bias = weights.get(f"{name}_bias")
+        if bias is not None and bias.shape != (
             *weights[name].shape[:1],
             weights[name].shape[2],
         ):
@@ -429,9 +434,10 @@ def _check_arrays(
 
 
 def _check_dtypes(label: str, weights: Weights, x: Array) -> None:
-    if other_dtypes := [
+    other_dtypes = [
         f"{name}: {leaf.dtype}" for name, leaf in weights.items() if leaf.dtype != x.dtype
-    ]:
+    ]
+    if other_dtypes:
         problem = f"the {label} are not of the dtype of x, {x.dtype}."
         raise type_error(problem, other_dtypes, "cast one to the other.")
 
@@ -452,12 +458,14 @@ def _check_weights(label: str, weights: Weights, dims: tuple[str, ...], x: Array
             if "gate" not in weights and hidden_dim % shapes["down"][-2] == 0
             else hidden_dim
         )
-        up_shape, down_shape = (*expert_dims, width, hidden_dim), (*expert_dims, num_units, width)
+        up_shape = (*expert_dims, width, hidden_dim)
+        down_shape = (*expert_dims, num_units, width)
         is_valid = all(
             shape == (down_shape if name == "down" else up_shape) for name, shape in shapes.items()
         )
     if not is_valid:
-        up_shape, down_shape = ", ".join(dims), ", ".join((*dims[:-2], dims[-1], dims[-2]))
+        up_shape = ", ".join(dims)
+        down_shape = ", ".join((*dims[:-2], dims[-1], dims[-2]))
         fix = (
             f"give 'up' [{up_shape}], 'down' [{down_shape}] and, for gated experts, 'gate'"
             f" [{up_shape}], with D = {width}."
@@ -475,7 +483,8 @@ def _weight_specs(
     weights: Weights, expert_axes: tuple[str, ...], tensor_axes: tuple[str, ...]
 ) -> dict[str, PartitionSpec]:
     """Return how the region shards each weight: experts, and hidden units."""
-    experts, hidden = expert_axes or None, tensor_axes or None
+    experts = expert_axes or None
+    hidden = tensor_axes or None
     specs = {
         "down": PartitionSpec(experts, hidden, None),
         "down_bias": PartitionSpec(experts),

@@ -89,7 +89,8 @@ def _parts_on_tpu(
 
     XLA:TPU copies no gathered weight and no kept product for it.
     """
-    up, bias = weights["up"], weights.get("up_bias")
+    up = weights["up"]
+    bias = weights.get("up_bias")
     mesh_sizes = {"data": 1, **mesh_under_trace().shape}
     if precision is None and mesh_sizes.get(TENSOR, 1) == 1 and isinstance(up, Array):
         # rows [C, F] of D are gathered as rows of a matrix

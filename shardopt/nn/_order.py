@@ -131,11 +131,12 @@ def zigzag(
         raise value_error("no leaf has a dim of positions.", fix="give arrays [B, T, ...].")
     if num_devices == 1:
         return batch
-    if bad_leaves := [
+    bad_leaves = [
         f"{path or 'batch'}: shape {leaf.shape}"
         for path, leaf in leaves_with_positions
         if leaf.shape[1] % pieces
-    ]:
+    ]
+    if bad_leaves:
         problem = (
             f"{order} over {num_devices} devices needs a number of positions (dim 1) divisible by"
             f" {pieces}."

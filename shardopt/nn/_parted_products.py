@@ -75,10 +75,8 @@ def _gradients_of_parts(
 ) -> tuple[Array, Array]:
     (of_x, of_weight, out), (x, weight) = parse_subscripts(parts.weight_product), residuals
     grad = parts.joined(grads)
-    dx, dw = (
-        jnp.einsum(f"{out},{of_weight}->{of_x}", grad, weight),
-        jnp.einsum(f"{of_x},{out}->{of_weight}", x, grad),
-    )
+    dx = jnp.einsum(f"{out},{of_weight}->{of_x}", grad, weight)
+    dw = jnp.einsum(f"{of_x},{out}->{of_weight}", x, grad)
     return dx.astype(x.dtype), dw.astype(weight.dtype)
 
 

@@ -123,7 +123,8 @@ def _forward(
 
         return _unless_ahead(ring, hop, update, state)
 
-    state, blocks = empty_state(query), Keys(key, value, marks)
+    state = empty_state(query)
+    blocks = Keys(key, value, marks)
     # sent while the product runs, also below
     next_blocks = send(ring, blocks) if ring.hops else blocks
     state = absorb_block(state, 0, blocks)

@@ -34,14 +34,17 @@ def rotate_by(
     wide = wide_dtype(x.dtype)
     angles = positions.astype(wide)[..., None] * jnp.expand_dims(frequencies, range(positions.ndim))
     angles = angles.reshape(-1, positions.shape[-1], 1, half)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    cos = jnp.cos(angles)
+    sin = jnp.sin(angles)
     if not isinstance(factor, float) or factor != 1.0:
-        cos, sin = cos * factor, sin * factor
+        cos = cos * factor
+        sin = sin * factor
     if takes_rotation(x):
         return on_tensor_shards(rotate_halves, (2, -1, -1), 2)(x, cos, sin)
     if device_kind_or_default().startswith("TPU"):
         return _rotated_by_product(x, cos, sin)
-    first, second = x[..., :half].astype(wide), x[..., half:].astype(wide)
+    first = x[..., :half].astype(wide)
+    second = x[..., half:].astype(wide)
     return jnp.concatenate(
         [first * cos - second * sin, first * sin + second * cos], axis=-1
     ).astype(x.dtype)
@@ -117,7 +120,8 @@ def rotated_heads(
     if in_one_pass:
         factor = factor_of_scores(scale, query.shape[-1])
         return rotate(query, factor), rotate(key), value, 1.0
-    query, key = rotate(query), rotate(key)
+    query = rotate(query)
+    key = rotate(key)
     if norm is None:
         query, key, value = keep(query, key, value)
     return query, key, value, scale

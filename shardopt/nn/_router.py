@@ -102,7 +102,8 @@ def route(
 
     A token whose scores are NaN goes to no expert, and is not counted in any load.
     """
-    E, top_k = router.shape[1], routing.top_k
+    E = router.shape[1]
+    top_k = routing.top_k
     wide = wide_dtype(x.dtype)
     # without this precision a TPU multiplies float32 as bfloat16
     logits = jnp.einsum(

@@ -86,7 +86,9 @@ def match_matrices(matrices: Matrices, params: PyTree) -> list[Matrix | None]:
     def is_hole(x):
         return x is None or isinstance(x, optax.MaskedNode)
 
-    paths_and_leaves, leaf_matrices, misfits = leaves_with_paths(params, is_leaf=is_hole), [], []
+    paths_and_leaves = leaves_with_paths(params, is_leaf=is_hole)
+    leaf_matrices = []
+    misfits = []
     for path, leaf in paths_and_leaves:
         if is_hole(leaf):
             continue

@@ -150,8 +150,11 @@ def _scale_by_soap(
         bases = sides.as_pairs(treedef, state.left_basis, state.right_basis)
         # The first gradient only makes the basis. In its own basis it would be diagonal, except for
         # rounding errors.
-        after_first, count = state.step > 0, jnp.maximum(state.step, 1)
-        mu, nu, new_updates = [], [], []
+        after_first = state.step > 0
+        count = jnp.maximum(state.step, 1)
+        mu = []
+        nu = []
+        new_updates = []
         moments = zip(treedef.flatten_up_to(state.mu), treedef.flatten_up_to(state.nu), strict=True)
         for g, leaf, matrix, basis, (m, v) in zip(
             wide, leaves, leaf_matrices, bases, moments, strict=True

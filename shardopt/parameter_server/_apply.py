@@ -96,7 +96,8 @@ class Mathematics:
 
     def begin(self, params: PyTree) -> ServerArrays:
         """Return copies of the parameters, and the initial states of the optimizer and the rule."""
-        params, init = copied(params), self.tx.init
+        params = copied(params)
+        init = self.tx.init
         leaves = trained(params)
         opt_state = jax.jit(lambda leaves: jax.tree.map(jnp.copy, init(leaves)))(leaves)
         refuse_unsupported("parameter_server", opt_state)

@@ -139,7 +139,8 @@ def async_local_sgd(
     else:
         island_makers = islands = _check_islands(strategies)
         check_not_shared([island.mesh for island in islands], "island")
-    steps, codec = _check_local_steps(local_steps, len(islands)), check_codec(reducer)
+    steps = _check_local_steps(local_steps, len(islands))
+    codec = check_codec(reducer)
     settings = ServerSettings(max_staleness, rule, nonfinite, reducer)
     spec = RunSpec(
         CALLER,

@@ -156,11 +156,12 @@ def _mesh(number: int, worker: object, fix: str) -> Mesh:
             raise type_error(problem, fix=fix)
         return make_mesh(data=len(devices), devices=devices)
     sizes = worker.shape.items()
-    if unused := [
+    unused = [
         f"{axis} (size {size})"
         for axis, size in sizes
         if size > 1 and axis not in data_axes(worker)
-    ]:
+    ]
+    if unused:
         problem = (
             f"the mesh of worker {number} has axes that nothing is split over: {', '.join(unused)}."
         )

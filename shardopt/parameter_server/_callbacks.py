@@ -93,7 +93,8 @@ class Callbacks:
 
     def begin(self, run: AsyncRun, params: PyTree) -> None:
         """Restore a new run from the newest checkpoint, if there is one."""
-        if (snapshot := self.load_latest(run.server, params)) is not None:
+        snapshot = self.load_latest(run.server, params)
+        if snapshot is not None:
             restore_run(self.caller, run, snapshot)
             self.resumed_from = self.saved_version = run.state.version
 
@@ -156,7 +157,8 @@ class Callbacks:
     def _save(self, snapshot: RunSnapshot) -> None:
         """Begin to write a checkpoint."""
         assert self.checkpoints is not None
-        record, version = dict(snapshot.record), int(snapshot.state.step)
+        record = dict(snapshot.record)
+        version = int(snapshot.state.step)
         if self.early_stopping is not None:
             record["early_stopping"] = stopping.to_json(self.early_stopping, self.stopping_state)
         self.checkpoints.save(
@@ -166,7 +168,8 @@ class Callbacks:
 
     def _observe(self, version: int, params: PyTree) -> None:
         """Evaluate a version, and tell early stopping the results."""
-        updates, self._new_history = jax.device_get(self._new_history), []
+        updates = jax.device_get(self._new_history)
+        self._new_history = []
         names = updates[0] if updates else ()
         metrics = {name: float(np.mean([update[name] for update in updates])) for name in names}
         if self.evaluate is not None:

@@ -86,7 +86,9 @@ class Coordinator:
     def __init__(
         self, run: AsyncRun, num_updates: int, availability: Availability, policy: SavePolicy
     ):
-        self.run, self.num_updates, self.policy = run, num_updates, policy
+        self.run = run
+        self.num_updates = num_updates
+        self.policy = policy
         # worker -> the version at which its current period ends
         self.period_ends: dict[int, float] = {}
         self.incarnations = dict.fromkeys(availability, 0)
@@ -283,7 +285,8 @@ class Coordinator:
         version = self.run.state.version
         saves = self.policy.saves(version)
         if version > previous_version and (saves or self.policy.evaluates(version)):
-            history, self.milestone_version = self.run.history(self.milestone_version), version
+            history = self.run.history(self.milestone_version)
+            self.milestone_version = version
             snapshot = take_snapshot(self.run) if saves else None
             self.milestones.append(Milestone(version, self.run.state.params, history, snapshot))
         self.changed.notify_all()

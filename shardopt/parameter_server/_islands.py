@@ -41,14 +41,17 @@ class Island:
     """
 
     def __init__(self, opt: ShardedOptimizer):
-        self.opt, self.device = opt, opt.mesh.devices.flat[0]
+        self.opt = opt
+        self.device = opt.mesh.devices.flat[0]
         self.state: TrainState | None = None
         self.base: PyTree = None
         self.step_metrics: list[StepMetrics] = []
 
     def leave(self) -> None:
         """Forget everything except compiled programs."""
-        self.state, self.base, self.step_metrics = None, None, []
+        self.state = None
+        self.base = None
+        self.step_metrics = []
 
     def join(self, state: TrainState, params: PyTree) -> None:
         """Begin from a train state that has the server's parameters."""
@@ -84,11 +87,12 @@ class Island:
         end, step_metrics = jax.device_put((self.state.params, self.step_metrics), self.device)
         frozen = self.opt.config.layout.frozen
         pairs = zip(leaves_with_paths(self.base), jax.tree.leaves(end), strict=True)
-        if changed := [
+        changed = [
             path
             for (path, old), new in pairs
             if (matches(frozen, path) or not is_inexact(old)) and not jnp.array_equal(old, new)
-        ]:
+        ]
+        if changed:
             problem = "loss_fn returns so.losses.Updated, for which islands have no common value."
             fix = "train such leaves with ddp, zero, fsdp or diloco."
             raise ValueError(format_error("async_local_sgd", problem, changed, fix))
@@ -160,7 +164,8 @@ def _over_steps(values: Sequence[jax.Array | Metric]) -> Metric:
     """Return a metric over several steps: combined as its kind (`Weighted`, `Sum`, `Max`, `Min`),
     else the mean.
     """
-    if metrics := [value for value in values if isinstance(value, Metric)]:
+    metrics = [value for value in values if isinstance(value, Metric)]
+    if metrics:
         return reduce(lambda a, b: combined(a, jnp.add, jnp.maximum, jnp.minimum, b), metrics)
     mean = jnp.stack(
         [jnp.asarray(value, wide_dtype(jnp.asarray(value).dtype)) for value in values]

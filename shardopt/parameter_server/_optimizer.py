@@ -211,9 +211,10 @@ def _periods(availability: Availability | None, num_workers: int) -> Availabilit
             f" {type(availability).__name__}."
         )
         raise type_error(problem)
-    if unknown := [
+    unknown = [
         worker for worker in availability if not is_integer(worker) or not 0 <= worker < num_workers
-    ]:
+    ]
+    if unknown:
         raise value_error(f"availability names workers that are not there: {unknown}.")
     for worker, periods in availability.items():
         check_availability(f"worker {worker}", periods)

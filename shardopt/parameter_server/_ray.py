@@ -152,7 +152,9 @@ class RayDriver:
     def __init__(self, spec: RunSpec, job: AsyncJob, callbacks: Callbacks):
         check_capacity(spec)
         self.token = secrets.token_hex()
-        self.spec, self.job, self.callbacks = spec, job, callbacks
+        self.spec = spec
+        self.job = job
+        self.callbacks = callbacks
         self.settings = settings_values()
         self.pickled_compute = cloudpickle.dumps((spec.make_compute, job.batches_of, job.key))
         self.has_gpus = ray.cluster_resources().get("GPU", 0) > 0
@@ -166,7 +168,8 @@ class RayDriver:
         self.last_progress: dict[int, tuple[object, float]] = {}
         # the time of evaluations and checkpoints, for which workers may have waited
         self.callback_seconds = 0.0
-        self.last_version, self.lost_updates = 0, 0
+        self.last_version = 0
+        self.lost_updates = 0
         self.server: Any = None
         # the calls of `WorkerProcess.work` that have not ended -> worker
         self.running: dict[ObjectRef, int] = {}
@@ -179,7 +182,8 @@ class RayDriver:
         self.start_work()
         while not self.watch():
             self.restart_server()
-        end_reason, with_snapshot = self.call("end_reason"), self.callbacks.checkpoints is not None
+        end_reason = self.call("end_reason")
+        with_snapshot = self.callbacks.checkpoints is not None
         all_died = end_reason == "exhausted" and not self.alive
         metrics = {"killed": self.killed, "hung": self.hung, "lost_updates": self.lost_updates}
         metrics |= self.callbacks.metrics()
@@ -254,7 +258,8 @@ class RayDriver:
 
         Return False if the server has died.
         """
-        milestone, server_lost = self.server.next_milestone.remote(_POLL_SECONDS), False
+        milestone = self.server.next_milestone.remote(_POLL_SECONDS)
+        server_lost = False
         while self.running:
             waiting = [*self.running] if server_lost else [*self.running, milestone]
             ready, _ = ray.wait(waiting, num_returns=1)
@@ -356,7 +361,8 @@ class RayDriver:
 
     def restart_server(self) -> None:
         """Restart the server from its last checkpoint, and let the workers continue with it."""
-        checkpoints, caller = self.callbacks.checkpoints, self.spec.caller
+        checkpoints = self.callbacks.checkpoints
+        caller = self.spec.caller
         problem = f"the process of the server was killed, at version {self.last_version} or later,"
         if checkpoints is None:
             fix = "pass checkpoints=so.Checkpoints(folder, every=..., keep=...)."
@@ -559,7 +565,9 @@ class RemoteCoordinator:
     """The client by which a worker's process calls the coordinator in the server's process."""
 
     def __init__(self, server: ActorHandle, token: str):
-        self.server, self.token, self.version = server, token, 0
+        self.server = server
+        self.token = token
+        self.version = 0
 
     def enter(self, worker: int, incarnation: int) -> int | None:
         """See `Coordinator.enter`."""

@@ -171,7 +171,8 @@ class AsyncRun:
     def __init__(
         self, server: ParameterServer, params: PyTree, header: Header, now: Callable[[], float]
     ):
-        self.server, self.now = server, now
+        self.server = server
+        self.now = now
         self.state: ServerState = server.init(params)
         initial = None if params is None else digest(self.state.params)
         self.log = Log({**server.settings, **header, "initial": initial, "final": None})
@@ -301,7 +302,8 @@ def take_snapshot(run: AsyncRun) -> RunSnapshot:
     The optimizer's state is copied, because the next update takes over its memory. The parameters
     are not copied.
     """
-    state, clock = run.state, run.state.clock
+    state = run.state
+    clock = run.state.clock
     if state.waiting:
         raise AssertionError("a snapshot is taken right after an update, when no push waits")
     params, optimizer, rule = copy_states(state[:3])
@@ -321,7 +323,8 @@ def take_snapshot(run: AsyncRun) -> RunSnapshot:
 def restore_run(caller: str, run: AsyncRun, snapshot: RunSnapshot) -> None:
     """Continue from a snapshot with a new run."""
     state, record = snapshot
-    saved, current = record["header"], run.log.header
+    saved = record["header"]
+    current = run.log.header
     check_settings(caller, "checkpoint", saved, current)
     if "devices" in saved:
         saved = {**saved, "devices": max(saved["devices"], current["devices"], key=len)}
@@ -331,17 +334,18 @@ def restore_run(caller: str, run: AsyncRun, snapshot: RunSnapshot) -> None:
         steps=dict(record["steps"]),
     )
     log, history = _unpack(record["arrays"], saved)
-    optimizer, rule = state.opt_state["optimizer"], state.opt_state["rule"]
+    optimizer = state.opt_state["optimizer"]
+    rule = state.opt_state["rule"]
     run.state = ServerState(state.params, optimizer, rule, int(state.step), clock)
-    run.log, run.stats, run.unsent, run.lost_memory = (
-        log,
-        WorkerStats(log),
-        dict(record.get("unsent", ())),
-        {},
-    )
+    run.log = log
+    run.stats = WorkerStats(log)
+    run.unsent = dict(record.get("unsent", ()))
+    run.lost_memory = {}
     run.positions = Counter(event.worker for event in log if event.ends_round)
-    run.old_history, run.recent_history = list(history), []
-    last_time, now = log[len(log) - 1].time if len(log) else 0.0, run.now
+    run.old_history = list(history)
+    run.recent_history = []
+    last_time = log[len(log) - 1].time if len(log) else 0.0
+    now = run.now
     start = now()
     run.now = lambda: last_time + now() - start
 

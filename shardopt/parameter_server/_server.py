@@ -138,10 +138,8 @@ class ParameterServer:
 
         Its parameters are `state.params`, their version is `event.version`.
         """
-        step, staleness = (
-            clocks.clock_of(state.clock, worker),
-            clocks.staleness(state.clock, worker),
-        )
+        step = clocks.clock_of(state.clock, worker)
+        staleness = clocks.staleness(state.clock, worker)
         if worker in state.working:
             problem = f"worker {worker} cannot pull: it has not pushed its step {step} yet."
             raise value_error(problem, fix="push first, or let it leave and join again.")
@@ -237,7 +235,8 @@ class ParameterServer:
         if not state.waiting or is_open:
             return state
         ordered = sorted(state.waiting, key=lambda waiting: waiting.worker)
-        updates, state = [waiting.update for waiting in ordered], state._replace(waiting=())
+        updates = [waiting.update for waiting in ordered]
+        state = state._replace(waiting=())
         weightless = all(NO_WEIGHT in self._faults(state, update) for update in updates)
         if weightless and self._refuse_or_raise(ordered[-1].worker, ordered[-1].clock, [NO_WEIGHT]):
             return state

@@ -150,15 +150,17 @@ def simulate(
         raise value_error(problem, fix="pass tx, loss_fn, params and batches_of, or none of them.")
     settings = ServerSettings(max_staleness, rule, nonfinite, reducer)
     if tx is None or loss_fn is None or batches_of is None:
-        make_server, header, compute, sizes = settings.maker(None), {}, no_compute(), (0, 0)
+        make_server = settings.maker(None)
+        header = {}
+        compute = no_compute()
+        sizes = (0, 0)
     else:
         mesh = make_mesh(data=1, devices=jax.local_devices()[:1])
-        spec, key = sgd_spec(CALLER, tx, loss_fn, [mesh] * len(workers), settings), key_data(rng)
-        make_server, header, compute = (
-            spec.make_server,
-            spec.settings(key),
-            spec.make_compute(batches_of, key),
-        )
+        spec = sgd_spec(CALLER, tx, loss_fn, [mesh] * len(workers), settings)
+        key = key_data(rng)
+        make_server = spec.make_server
+        header = spec.settings(key)
+        compute = spec.make_compute(batches_of, key)
         spec.check_params(params)
         params = jax.device_put(params, compute.device)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))

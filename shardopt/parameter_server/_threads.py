@@ -62,7 +62,8 @@ def run_threads(
     """
     if coordinator.is_over():
         return
-    settings, errors = capture_settings(), []
+    settings = capture_settings()
+    errors = []
 
     def work(worker: int) -> None:
         try:

@@ -67,7 +67,8 @@ class NonFiniteUpdateError(FloatingPointError):
 
     def __init__(self, message: str, *, worker: int, clock: int):
         super().__init__(message)
-        self.worker, self.clock = worker, clock
+        self.worker = worker
+        self.clock = clock
 
     def __reduce__(self):
         """Pickle the error with all its attributes, for other processes."""

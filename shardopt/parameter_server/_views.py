@@ -14,12 +14,17 @@ if TYPE_CHECKING:
 
 def summarize(log: Iterable["Event"]) -> dict[str, Any]:
     """Return the summary of a run; see `Log.summary`."""
-    staleness, delay, kinds = Counter(), Counter(), Counter()
-    seconds, updates, workers = 0.0, 0, set()
+    staleness = Counter()
+    delay = Counter()
+    kinds = Counter()
+    seconds = 0.0
+    updates = 0
+    workers = set()
     events = list(log)
     for event in events:
         kinds[event.kind] += 1
-        seconds, updates = event.time, event.version
+        seconds = event.time
+        updates = event.version
         workers.add(event.worker)
         if event.ends_round:
             staleness[event.staleness] += 1
@@ -79,7 +84,8 @@ def timeline(log: Iterable["Event"]) -> list[Segment]:
             segments.append(Segment(worker, doing, start, end))
 
     for event in log:
-        worker, last_time = event.worker, event.time
+        worker = event.worker
+        last_time = event.time
         if worker in since:
             activity, start = since.pop(worker)
             if activity == "step":
@@ -155,7 +161,8 @@ class WorkerStats:
 
     def record(self, event: "Event") -> None:
         """Count an event."""
-        worker, kind = event.worker, event.kind
+        worker = event.worker
+        kind = event.kind
         stats = self._stats.get(worker) or WorkerStatus(worker, "")
         self._last_event[worker] = event
         self._stats[worker] = stats._replace(

@@ -176,7 +176,8 @@ class SgdProblem:
             meshes = dict(enumerate(local_meshes(self.workers)))
         else:
             meshes = {worker: make_mesh(data=-1, devices=jax.local_devices())}
-        streams, compressors = Streams(self.caller, batches_of), WorkerCompressors(self.codec)
+        streams = Streams(self.caller, batches_of)
+        compressors = WorkerCompressors(self.codec)
         return SgdWorkers(self, meshes, key, streams, compressors).compute()
 
 
@@ -263,11 +264,11 @@ class SgdWorkers:
         )
         if key in self.checked:
             return
-        loss_fn, num_workers = config.loss.loss_fn, self.problem.num_averaged
+        loss_fn = config.loss.loss_fn
+        num_workers = self.problem.num_averaged
         rng = abstract_key(loss_fn)
-        if weight := find_trained_weight(
-            loss_fn, shapes[0], shapes[1], LossCall(config.strategy, rng)
-        ):
+        weight = find_trained_weight(loss_fn, shapes[0], shapes[1], LossCall(config.strategy, rng))
+        if weight:
             problem = (
                 f"{weight} of so.losses.Weighted depends on the parameters, and a push has the gradient of"
                 " the total only."
@@ -356,7 +357,8 @@ def _program(config: StrategyConfig) -> Callable[..., Update]:
 def _loss(
     config: StrategyConfig, params: PyTree, batch: PyTree, key: jax.Array | None
 ) -> LossParts:
-    model, rows = as_block_model(config.loss.loss_fn), num_rows(config, batch)
+    model = as_block_model(config.loss.loss_fn)
+    rows = num_rows(config, batch)
     if model is not None:
         return loss_parts(config.strategy, run_blocks(model, params, batch, key), rows)
     return loss_parts(config.strategy, call(config.loss.loss_fn, key, 0, params, batch), rows)
@@ -393,7 +395,9 @@ class Streams:
             )
             fix = "to share out one stream: lambda w: itertools.islice(stream(), w, None, n)."
             raise TypeError(format_error(caller, problem, fix=fix))
-        self.caller, self.batches_of, self.sizes = caller, batches_of, sizes
+        self.caller = caller
+        self.batches_of = batches_of
+        self.sizes = sizes
         self.streams: dict[int, Iterator[PyTree]] = {}
 
     def begin(self, worker: int, position: int = 0) -> None:

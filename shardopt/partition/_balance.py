@@ -49,7 +49,8 @@ def share_out(
         if candidate is None:
             lower_bound = limit
         else:
-            owner_of, best_load = candidate, busiest(costs, candidate, loads)
+            owner_of = candidate
+            best_load = busiest(costs, candidate, loads)
     return owner_of
 
 

@@ -237,7 +237,8 @@ def plan_leaves(abstract_params: PyTree, mesh: Mesh, options: LeafPlanOptions) -
 def _ruled_leaves(abstract_params: PyTree, options: LeafPlanOptions) -> list[_Leaf]:
     arrays = leaves_with_paths(abstract_params)
     paths = [path for path, _ in arrays]
-    if repeated := sorted({path for path in paths if paths.count(path) > 1}):
+    repeated = sorted({path for path in paths if paths.count(path) > 1})
+    if repeated:
         problem = f"{plural(len(repeated), 'key path')} written alike belong to several leaves."
         raise value_error(problem, repeated, "rename a key; '/' in a key reads as nesting.")
     is_block = {path: options.stacked and path.split("/")[0] == BLOCKS for path in paths}
@@ -265,7 +266,9 @@ def _whole_if_indivisible(
 
 
 def _plan_leaf(leaf: _Leaf, mesh: Mesh, options: LeafPlanOptions) -> LeafPlan:
-    axes, shape, spec = shard_axes(mesh.shape), leaf.shape, leaf.spec
+    axes = shard_axes(mesh.shape)
+    shape = leaf.shape
+    spec = leaf.spec
     experts = leaf.counts_experts and EXPERT in mesh.shape
     if experts:
         axes = axes.without(EXPERT, mesh.shape)
@@ -285,7 +288,8 @@ def _plan_leaf(leaf: _Leaf, mesh: Mesh, options: LeafPlanOptions) -> LeafPlan:
         and shape[COLUMNS] % axes.size == 0
     ):
         dim = COLUMNS
-    spread, is_staged = None, leaf.is_block and options.pipelined
+    spread = None
+    is_staged = leaf.is_block and options.pipelined
     if is_staged and not options.even and math.prod(shape) >= options.min_shard_elements:
         used = tuple(entry is not None or i == dim for i, entry in enumerate(spec_with_expert))
         spread = largest_divisible_dim(shape, mesh.shape["pipeline"], used)
@@ -322,7 +326,9 @@ def largest_divisible_dim(shape: tuple[int, ...], size: int, taken: tuple[bool, 
     return max(divisible_dims(shape, size, taken), key=preference, default=None)
 
 
-_LARGE, _TILE_ROWS, _MOST_PADDING = 2**20, 16, 0.05
+_LARGE = 2**20
+_TILE_ROWS = 16
+_MOST_PADDING = 0.05
 """The elements of a leaf that is large, the rows of a tile of 2-byte numbers, and the part of them
 that may be padding. XLA:TPU copies other shards before it sends them, or sends all-reduces of
 padded buffers. 56 rows of [28672, 8192] on each of 512 devices (v5p:8x8x8) took 500 ms of a step of
@@ -408,7 +414,8 @@ def _remainder_of_experts(shape: tuple[int, ...], size: int) -> str:
 
 
 def _check_tensor(leaves: Sequence[_Leaf], size: int) -> None:
-    indivisible, is_split = [], False
+    indivisible = []
+    is_split = False
     for leaf in leaves:
         shape = leaf.shape
         for dim, entry in enumerate(leaf.spec):

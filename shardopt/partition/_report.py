@@ -193,7 +193,8 @@ def report(
     rows = []
     leaf_plans = jax.tree.leaves(plans, is_leaf=lambda x: isinstance(x, LeafPlan))
     for plan in leaf_plans:
-        params, state = plan.spec(sharded=params_split), plan.state_spec(sharded=state_split)
+        params = plan.spec(sharded=params_split)
+        state = plan.state_spec(sharded=state_split)
         bytes_total = num_bytes(plan)
         rows.append(
             ReportRow(

@@ -61,11 +61,12 @@ def rules_from_logical_axes(
     """
     _check_axis_rules(axis_rules)
     leaves = leaves_with_paths(logical_specs)
-    if wrong_leaves := [
+    wrong_leaves = [
         f"{path}: {type(leaf).__name__}"
         for path, leaf in leaves
         if not isinstance(leaf, PartitionSpec)
-    ]:
+    ]
+    if wrong_leaves:
         fix = "pass what flax.linen.get_partition_spec or flax.nnx.get_partition_spec returns."
         raise type_error("leaves must be PartitionSpecs of logical axes.", wrong_leaves, fix)
     known = {name for name, _ in axis_rules}
@@ -132,7 +133,8 @@ def match_rules(
     """
     checked = check_rules(rules, axes=axes)
     _check_matched(checked, [path for path, _ in paths_and_shapes])
-    specs, problems = [], []
+    specs = []
+    problems = []
     for path, shape in paths_and_shapes:
         spec = first_spec(checked, path, shape) or PartitionSpec()
         if len(spec) > len(shape):

@@ -142,7 +142,8 @@ def _number_passes(num_micro_batches: int, program: list[tuple[int, str]]) -> It
     for word in (
         word for repetitions, words in program for _ in range(repetitions) for word in words.split()
     ):
-        kind, chunk = word[0], word[1:]
+        kind = word[0]
+        chunk = word[1:]
         if kind == "W":
             m, chunk = pending_weights.pop(
                 next(

@@ -15,11 +15,13 @@ _PASS_NAMES = {"forward": "forward", "backward": "backward", "weight": "weight g
 def check(ticks: Ticks) -> None:
     """Raise ValueError for ticks that cannot be run, as `Schedule` says."""
     # in this order: a table of the wrong shape has no ticks
-    if faults := list(_shape_faults(ticks)):
+    faults = list(_shape_faults(ticks))
+    if faults:
         _refuse(
             faults, "give every table one row per virtual stage and one column per micro-batch."
         )
-    if faults := [*_missing_passes(ticks), *_early_passes(ticks), *_shared_ticks(ticks)]:
+    faults = [*_missing_passes(ticks), *_early_passes(ticks), *_shared_ticks(ticks)]
+    if faults:
         arrival = "the next" if ticks.message_ticks == 1 else "the next but one"
         fix = (
             "run each pass once, when its inputs are there; what is sent on a tick arrives on"
@@ -70,10 +72,8 @@ def _early_passes(ticks: Ticks) -> Iterator[str]:
 
     `_missing_passes` alone reports inputs that never arrive.
     """
-    passes, first_ticks = (
-        ticks.passes,
-        {buffer: first_ticks for buffer, (first_ticks, _) in lifetimes(ticks).items()},
-    )
+    passes = ticks.passes
+    first_ticks = {buffer: first_ticks for buffer, (first_ticks, _) in lifetimes(ticks).items()}
     requirements = [
         ("forward", first_ticks["input"], "input arrives"),
         ("backward", passes["forward"], "forward runs"),
@@ -107,13 +107,15 @@ def _shared_ticks(ticks: Ticks) -> Iterator[str]:
 
 def check_sizes(**sizes: int) -> None:
     """Refuse sizes that are not positive integers, and tables that are too large."""
-    if bad_sizes := [
+    bad_sizes = [
         f"{name}={size!r} ({type(size).__name__})"
         for name, size in sizes.items()
         if not is_integer(size)
-    ]:
+    ]
+    if bad_sizes:
         raise type_error(f"sizes must be integers, got {', '.join(bad_sizes)}.")
-    if bad_sizes := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
+    bad_sizes = [f"{name}={size}" for name, size in sizes.items() if size < 1]
+    if bad_sizes:
         raise value_error(f"sizes must be at least 1, got {', '.join(bad_sizes)}.")
     stages, micro_batches, chunks = (
         int(sizes.get(f"num_{name}", 1)) for name in ("stages", "micro_batches", "chunks")

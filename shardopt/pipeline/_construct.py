@@ -175,9 +175,8 @@ def from_order(
 
 def _parse_orders(orders: Sequence[str]) -> list[list[_Action]]:
     words = [(stage, word) for stage, order in enumerate(orders) for word in order.split()]
-    if bad_words := [
-        f"stage {stage}: {word!r}" for stage, word in words if not _WORD.fullmatch(word)
-    ]:
+    bad_words = [f"stage {stage}: {word!r}" for stage, word in words if not _WORD.fullmatch(word)]
+    if bad_words:
         fix = (
             "write F, B or W and the number of a micro-batch, then a dot and the chunk where there"
             " are several."
@@ -240,7 +239,8 @@ def _run_as_early_as_possible(
         for s, actions in enumerate(actions_by_stage)
     ]
     ran_at: dict[tuple[str, int, int], int] = {}
-    tick, last_busy_tick = 0, 0
+    tick = 0
+    last_busy_tick = 0
 
     def has_arrived(stage: int, input_pass: tuple[str, int, int] | None) -> bool:
         if input_pass is None:

@@ -124,7 +124,8 @@ def stage_rows(schedule: Schedule, counts: Counts) -> tuple[list[list[int]], lis
         fewer blocks is padded with 0.
       places [L]: the index of each block of the model when the stages' stacks are concatenated.
     """
-    k, first_block_of = max(counts), first_blocks(counts)
+    k = max(counts)
+    first_block_of = first_blocks(counts)
     rows = [[0] * (schedule.num_chunks * k) for _ in range(schedule.num_stages)]
     places = [0] * sum(counts)
     for stage, virtual_stages in enumerate(schedule.virtual_stages):

@@ -138,10 +138,8 @@ def forward_only(schedule: Schedule, fns: StageFns, weights: Arrays, counts: Cou
     A caller can differentiate it. The backward pass then stores one input per tick and runs each
     forward again.
     """
-    stage, sends_ahead = (
-        make_stage(schedule, fns, weights, counts),
-        schedule.ticks.message_ticks > 1,
-    )
+    stage = make_stage(schedule, fns, weights, counts)
+    sends_ahead = schedule.ticks.message_ticks > 1
     shapes = jax.eval_shape(fns.loss, jnp.int32(0), stage.x)
     losses = jax.tree.map(
         lambda x: jnp.zeros((schedule.num_micro_batches, *x.shape), x.dtype), shapes
@@ -196,7 +194,8 @@ def tick_forward(setup: Setup, carry: Carry, row: Row) -> tuple[Arrays, Carry]:
     fns = setup.stage.fns
 
     def run_pass(activations, outputs):
-        m, slot = row["forward_micro_batch"], row["forward_slot"]
+        m = row["forward_micro_batch"]
+        slot = row["forward_slot"]
         x = messages.read_message(
             row["forward_source"],
             lambda: fns.embed(m),
@@ -235,10 +234,12 @@ def tick_backward(setup: Setup, carry: Carry, row: Row, y: Arrays) -> tuple[Arra
 
     Return the gradient of its input, for the previous stage, and the new carry.
     """
-    fns, has_weight_pass = setup.stage.fns, setup.stage.schedule.ticks.weight is not None
+    fns = setup.stage.fns
+    has_weight_pass = setup.stage.schedule.ticks.weight is not None
 
     def run_pass(deferred, sums):
-        m, slot = row["backward_micro_batch"], row["backward_slot"]
+        m = row["backward_micro_batch"]
+        slot = row["backward_slot"]
         chunk = setup.stage.chunk(row["backward_chunk"], m)
         if setup.remat:
             residuals = _recomputed_slots(setup, deferred, row)
@@ -316,7 +317,8 @@ def tick_weight(setup: Setup, carry: Carry, row: Row) -> Carry:
 
     def run_pass(blocks):
         chunk = setup.stage.chunk(row["weight_chunk"], row["weight_micro_batch"])
-        num_deferred, slot = len(setup.passes.deferred), row["weight_deferred"]
+        num_deferred = len(setup.passes.deferred)
+        slot = row["weight_deferred"]
         deferred_slots = _same_slot(carry.deferred[:num_deferred], slot)
         if setup.remat:
             residuals = _same_slot(carry.deferred[num_deferred:], slot)
@@ -355,7 +357,8 @@ def _table(schedule: Schedule) -> Row:
     reads.
     """
     table = schedule.table()
-    stage_of, virtual_stages = schedule.ticks.stage_of, np.asarray(schedule.virtual_stages)
+    stage_of = schedule.ticks.stage_of
+    virtual_stages = np.asarray(schedule.virtual_stages)
     for kind, shifts in (
         ("forward", schedule.forward_shifts),
         ("backward", schedule.backward_shifts),

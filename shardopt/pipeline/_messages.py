@@ -229,7 +229,8 @@ def to_model(
 
 
 def _moves(schedule: Schedule) -> list[Move]:
-    chunks, ticks = schedule.num_chunks, schedule.ticks
+    chunks = schedule.num_chunks
+    ticks = schedule.ticks
     places = zip(ticks.stage_of, ticks.chunk_of, strict=True)
     return [(v // chunks, v % chunks, stage, chunk) for v, (stage, chunk) in enumerate(places)]
 
@@ -253,7 +254,8 @@ def _exchange(
 ) -> Arrays:
     if all((source, old) == (target, new) for source, old, target, new in moves):
         return list(leaves)
-    chunks, stage = schedule.num_chunks, jax.lax.axis_index(PIPELINE)
+    chunks = schedule.num_chunks
+    stage = jax.lax.axis_index(PIPELINE)
     stored = [x.reshape(chunks, x.shape[0] // chunks, *x.shape[1:]) for x in leaves]
     # every chunk is overwritten; zeros would be kept until gradients return, and are as large as
     # the blocks
@@ -275,7 +277,8 @@ def _rounds(num_stages: int, moves: list[Move]) -> list[list[Move]]:
     matching) exists. The remaining moves have the same property: König's theorem on regular
     bipartite graphs.
     """
-    remaining, rounds = list(moves), []
+    remaining = list(moves)
+    rounds = []
     while remaining:
         matching = _matching(num_stages, remaining)
         rounds.append(matching)

@@ -161,7 +161,8 @@ class Stage(NamedTuple):
 
     def chunk(self, number: jax.Array, m: jax.Array) -> Chunk:
         """Return the blocks of a chunk of this stage, for micro-batch m."""
-        first, first_number = number * self.num_blocks, self.first_blocks[number]
+        first = number * self.num_blocks
+        first_number = self.first_blocks[number]
         count = self.num_blocks if self.counts is None else self.counts[number]
         return Chunk(
             self.num_blocks,
@@ -207,7 +208,8 @@ class Setup(NamedTuple):
 
 def make_stage(schedule: Schedule, fns: StageFns, weights: Arrays, counts: Counts) -> Stage:
     """Return this stage's blocks as a `Stage`."""
-    stage, virtual_stages = jax.lax.axis_index(PIPELINE), np.asarray(schedule.virtual_stages)
+    stage = jax.lax.axis_index(PIPELINE)
+    virtual_stages = np.asarray(schedule.virtual_stages)
 
     def select_own(values):
         return jnp.asarray(np.asarray(values, np.int32)[virtual_stages])[stage]
@@ -227,7 +229,8 @@ def make_setup(
     schedule: Schedule, fns: StageFns, weights: Arrays, counts: Counts, *, remat: bool, idle: float
 ) -> Setup:
     """Return this stage's blocks and the split passes of a block."""
-    stage, m = make_stage(schedule, fns, weights, counts), jnp.int32(0)
+    stage = make_stage(schedule, fns, weights, counts)
+    m = jnp.int32(0)
     block_args = [
         *(jax.ShapeDtypeStruct(weight.shape[1:], weight.dtype) for weight in weights),
         m,
@@ -241,7 +244,10 @@ def make_setup(
 
 def initial_carry(setup: Setup) -> Carry:
     """Return the carry before the first tick: empty ring buffers and zero sums."""
-    schedule, x, k, idle = setup.stage.schedule, setup.stage.x, setup.stage.num_blocks, setup.idle
+    schedule = setup.stage.schedule
+    x = setup.stage.x
+    k = setup.stage.num_blocks
+    idle = setup.idle
     shapes, num_places = (
         (x, schedule.num_slots) if setup.remat else (setup.passes.residuals, schedule.num_slots * k)
     )

@@ -170,7 +170,8 @@ def lifetimes(ticks: Ticks) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     weight run in this order. So a forward must not write into a slot that the backward of the same
     tick still reads.
     """
-    forward, backward = np.asarray(ticks.forward), np.asarray(ticks.backward)
+    forward = np.asarray(ticks.forward)
+    backward = np.asarray(ticks.backward)
     weight = None if ticks.weight is None else np.asarray(ticks.weight)
     # the ends of the model receive no message, so they wait for none
     input_arrival = np.concatenate([forward[:1], forward[:-1] + ticks.arrival_ticks])
@@ -219,7 +220,8 @@ def _message_columns(
     messages; `step` leads to the receiver.
     """
     shift_list = shifts(ticks)[kind]
-    pass_ticks, stage = ticks.passes[kind], np.asarray(ticks.stage_of)
+    pass_ticks = ticks.passes[kind]
+    stage = np.asarray(ticks.stage_of)
     shift_of = np.full(pass_ticks.shape, -1)
     arrivals = np.full((ticks.num_ticks, ticks.num_stages, len(shift_list)), -1, np.int32)
     for v in range(len(stage)):

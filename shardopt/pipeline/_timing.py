@@ -77,9 +77,10 @@ def read_times(argument: str, times: Times, size: int, noun: str) -> list[float]
     time_list: list[float] = (
         list(times) if isinstance(times, Sequence | np.ndarray) else [times] * size
     )
-    if bad_times := [
+    bad_times = [
         repr(time) for time in time_list if not is_number(time) and not isinstance(time, Fraction)
-    ]:
+    ]
+    if bad_times:
         raise type_error(f"{argument} must be numbers, got {', '.join(bad_times[:8])}.")
     if len(time_list) != size:
         argument = f"{argument} has {plural(len(time_list), 'time')} for {plural(size, noun)}."
@@ -101,7 +102,8 @@ def own_pace(ticks: Ticks, times: PassTimes) -> dict[str, list[list[float]]]:
     free_at: list[float] = [0] * ticks.num_stages
     end_of: dict[tuple[str, int, int], float] = {}
     for kind, v, m in in_order(ticks):
-        stage, input_pass = ticks.stage_of[v], input_pass_of(kind, v, m, size)
+        stage = ticks.stage_of[v]
+        input_pass = input_pass_of(kind, v, m, size)
         start = free_at[stage]
         if input_pass is not None:
             start = max(
@@ -131,7 +133,8 @@ def in_order(ticks: Ticks) -> list[tuple[str, int, int]]:
 
 def stage_times(ticks: Ticks, times: PassTimes) -> tuple[float, ...]:
     """Return [S], the time of each stage from its first pass to its last, at its own pace."""
-    begins, spans = own_pace(ticks, times), []
+    begins = own_pace(ticks, times)
+    spans = []
     for stage in range(ticks.num_stages):
         virtual_stages = [v for v, stage_of_v in enumerate(ticks.stage_of) if stage_of_v == stage]
         first = min(min(rows[v]) for rows in begins.values() for v in virtual_stages)

@@ -318,7 +318,8 @@ def send_ahead(
     """
     if not isinstance(schedule, Schedule):
         return functools.partial(_build_and_send_ahead, schedule)
-    ticks, orders = schedule.ticks, [""] * schedule.num_stages
+    ticks = schedule.ticks
+    orders = [""] * schedule.num_stages
     for kind, v, m in in_order(ticks):
         orders[ticks.stage_of[v]] += f" {LETTERS[kind]}{m}.{ticks.chunk_of[v]}"
     return from_order(

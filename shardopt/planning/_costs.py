@@ -128,10 +128,14 @@ def _over_data(placed: PlacedModel) -> list[StepTransfer]:
 
 def _gathers_and_sums(placed: PlacedModel, other_axes: tuple[str, ...]) -> list[StepTransfer]:
     """Return the gathers of weights and the sums of gradients over data and `other_axes` together."""
-    elements, layout, size = placed.elements, placed.layout, placed.itemsize
+    elements = placed.elements
+    layout = placed.layout
+    size = placed.itemsize
     replicated = elements.replicated_blocks + elements.replicated_outer
     sharded = elements.sharded_blocks + elements.sharded_outer
-    m, pipelined, scattered = layout.micro_batches, layout.pipeline > 1, placed.scattered_itemsize
+    m = layout.micro_batches
+    pipelined = layout.pipeline > 1
+    scattered = placed.scattered_itemsize
     outer_calls = 1 if pipelined else m
 
     def over_data(
@@ -166,8 +170,10 @@ def _gathers_and_sums(placed: PlacedModel, other_axes: tuple[str, ...]) -> list[
     # loops, and gathers it once
     gathers_again = pipelined and layout.remat and blocks > 1
     passes = 3 if gathers_again else 2
-    block_elements, calls = elements.sharded_blocks / blocks, blocks * m
-    gathered, outer = placed.gathered_itemsize, elements.sharded_outer - elements.tables
+    block_elements = elements.sharded_blocks / blocks
+    calls = blocks * m
+    gathered = placed.gathered_itemsize
+    outer = elements.sharded_outer - elements.tables
     rounded = elements.rounded_blocks / blocks
     weight_bytes = gathered * (block_elements - rounded) + rounded
     return [
@@ -183,13 +189,12 @@ def _table_transfers(placed: PlacedModel, rows: float) -> list[StepTransfer]:
     """Return the transfers of lookups in tables that are sharded by columns, as `so.nn.embedding`
     chooses them.
     """
-    elements, size, m = (
-        placed.elements.tables,
-        placed.workload.itemsize,
-        placed.layout.micro_batches,
-    )
+    elements = placed.elements.tables
+    size = placed.workload.itemsize
+    m = placed.layout.micro_batches
     other_axes = placed.layout.shards.names[1:]
-    if (exchange := _exchange_bytes(placed, rows)) is not None:
+    exchange = _exchange_bytes(placed, rows)
+    if exchange is not None:
         id_bytes, row_bytes = exchange
         return [
             StepTransfer("all-gather", "data", "ids", id_bytes, m, also=other_axes),
@@ -213,7 +218,8 @@ def _exchange_bytes(placed: PlacedModel, rows: float) -> tuple[float, float] | N
 
     None if tables are gathered or there is none.
     """
-    workload, elements = placed.workload, placed.elements.tables
+    workload = placed.workload
+    elements = placed.elements.tables
     if not elements:
         return None
     ids = workload.table_ids * rows
@@ -243,14 +249,14 @@ def _over_pipeline(placed: PlacedModel, boundary: float) -> list[StepTransfer]:
     permutes = table.num_ticks * sum(
         shift > 0 for shift in (*table.forward_shifts, *table.backward_shifts)
     )
-    shards, elements, data = placed.shards, placed.elements, placed.layout.shards.size
+    shards = placed.shards
+    elements = placed.elements
+    data = placed.layout.shards.size
     # one stage stores a block and another stage runs it: weights travel there, and gradients travel
     # back
     chunk = placed.itemsize / placed.layout.chunks
-    weights, gradients = (
-        elements.blocks(data if shards.params else 1),
-        elements.blocks(data if shards.grads else 1),
-    )
+    weights = elements.blocks(data if shards.params else 1)
+    gradients = elements.blocks(data if shards.grads else 1)
     transfers = [
         StepTransfer("collective-permute", "pipeline", "activations", boundary, permutes),
         StepTransfer(
@@ -274,17 +280,15 @@ def _over_context(placed: PlacedModel, rows: float) -> list[StepTransfer]:
     """Return the transfers of attention between positions, by the method that `so.nn.attention`
     chooses.
     """
-    layout, attention, C = placed.layout, placed.workload.attention, placed.layout.context
+    layout = placed.layout
+    attention = placed.workload.attention
+    C = placed.layout.context
     if attention is None or C == 1:
         return []
-    keys, queries = (
-        2 * attention.keys * rows / layout.tensor,
-        2 * attention.queries * rows / layout.tensor,
-    )
-    gradients, calls = (
-        keys * _FP32_BYTES / placed.workload.itemsize,
-        placed.num_blocks * layout.micro_batches,
-    )
+    keys = 2 * attention.keys * rows / layout.tensor
+    queries = 2 * attention.queries * rows / layout.tensor
+    gradients = keys * _FP32_BYTES / placed.workload.itemsize
+    calls = placed.num_blocks * layout.micro_batches
     forwards = 1 if layout.remat is False or layout.saves("attention") else 2
     kv_heads = attention.kv_heads / layout.tensor
     heads = {
@@ -329,7 +333,8 @@ def _over_context(placed: PlacedModel, rows: float) -> list[StepTransfer]:
 
 def _over_expert(placed: PlacedModel, rows: float) -> list[StepTransfer]:
     """Return the transfers of tokens to their experts and back, with equal loads on all devices."""
-    experts, layout = placed.workload.experts, placed.layout
+    experts = placed.workload.experts
+    layout = placed.layout
     if experts is None or layout.expert == 1:
         return []
     # tokens to experts and results back; remat repeats the first alone
@@ -409,13 +414,16 @@ def footprint(placed: PlacedModel, *, batch_size: int) -> Footprint:
     - gathered (fsdp), at a block: its weights and gradients.
     - gathered (fsdp), at embed: the gradient of the largest outer leaf.
     """
-    workload, layout = placed.workload, placed.layout
-    rows, tensor = batch_size / layout.pieces, layout.tensor
+    workload = placed.workload
+    layout = placed.layout
+    rows = batch_size / layout.pieces
+    tensor = layout.tensor
     all_residuals = workload.residuals.on(tensor) * rows
     residuals = (
         workload.stage_residuals.on(tensor) * rows if placed.keeps_products else all_residuals
     )
-    recompute, boundary = placed.recompute, workload.boundary_bytes * rows
+    recompute = placed.recompute
+    boundary = workload.boundary_bytes * rows
     saved = 0.0 if recompute is None else recompute.kept.on(tensor) * rows
     # without a pipeline, a block recomputes the residuals that were not stored, while it is
     # differentiated
@@ -455,7 +463,9 @@ def footprint(placed: PlacedModel, *, batch_size: int) -> Footprint:
 
 
 def _gradient_bytes(placed: PlacedModel) -> float:
-    elements, shards, data = placed.elements, placed.shards, placed.layout.shards.size
+    elements = placed.elements
+    shards = placed.shards
+    data = placed.layout.shards.size
     scattered = elements.total(data)
     if placed.layout.pipeline > 1:
         blocks = elements.blocks(data if shards.grads else 1)
@@ -479,7 +489,8 @@ def _activation_bytes(
     residuals: float,
     deferred: float,
 ) -> float:
-    layout, table = placed.layout, placed.layout.table()
+    layout = placed.layout
+    table = placed.layout.table()
     if table is None:
         return placed.num_blocks * block_bytes
     blocks_per_chunk = placed.workload.num_blocks // (layout.pipeline * layout.chunks)
@@ -533,7 +544,9 @@ def _gathered_bytes(placed: PlacedModel, rows: float) -> tuple[float, float, flo
     """
     if not placed.shards.params or placed.layout.shards.size == 1:
         return 0.0, 0.0, 0.0
-    elements, layout, size = placed.elements, placed.layout, placed.gathered_itemsize
+    elements = placed.elements
+    layout = placed.layout
+    size = placed.gathered_itemsize
     stage = elements.sharded_blocks + elements.expert_blocks
     outer = elements.sharded_outer * size if layout.pipeline > 1 else 0.0
     grad = _FP32_BYTES if layout.scatter_dtype is None else max(size, placed.scattered_itemsize)
@@ -544,10 +557,8 @@ def _gathered_bytes(placed: PlacedModel, rows: float) -> tuple[float, float, flo
         else max(elements.largest_outer, elements.tables)
     )
     rounded = elements.rounded_blocks
-    weights, grads = (
-        size * (stage - rounded) + rounded,
-        grad * (stage - elements.data_sharded_experts),
-    )
+    weights = size * (stage - rounded) + rounded
+    grads = grad * (stage - elements.data_sharded_experts)
     return loss, outer + (weights + grads) / placed.num_blocks, outer + largest * grad
 
 
@@ -616,7 +627,8 @@ def step_time(
             hidden += time
         else:
             exposed[transfer.axis] += time
-    tensor, pipeline = exposed["tensor"], exposed["pipeline"]
+    tensor = exposed["tensor"]
+    pipeline = exposed["pipeline"]
     passes = pass_seconds(placed, transfers, hardware, batch_size=batch_size, slices=slices)
     # state and parameters are read and written, gradients (fp32) read
     update_bytes = (
@@ -624,9 +636,12 @@ def step_time(
     )
     # the time of the ends is averaged over the stages; the others idle while the last stage
     # computes them
-    compute, bubble = layout.micro_batches * passes.compute, 0.0
-    if (table := layout.table()) is not None:
-        size, share = len(table.ticks.stage_of), 1 / layout.chunks
+    compute = layout.micro_batches * passes.compute
+    bubble = 0.0
+    table = layout.table()
+    if table is not None:
+        size = len(table.ticks.stage_of)
+        share = 1 / layout.chunks
         pass_times = {
             "forward": passes.forward * share,
             "backward": [
@@ -680,7 +695,8 @@ def pass_seconds(
     slices: int = 1,
 ) -> PassSeconds:
     """Return the times of passes, with the assumptions of `step_time`."""
-    workload, layout = placed.workload, placed.layout
+    workload = placed.workload
+    layout = placed.layout
     rows = batch_size / layout.pieces
     tensor = sum(
         seconds(transfer, layout, hardware, slices=slices)
@@ -715,7 +731,8 @@ def _is_message(transfer: StepTransfer) -> bool:
 
 def _forward_seconds(placed: PlacedModel, hardware: Hardware, rows: float) -> float:
     """Return the seconds of the forward of a stage's blocks on one micro-batch."""
-    workload, tensor = placed.workload, placed.layout.tensor
+    workload = placed.workload
+    tensor = placed.layout.tensor
     flops = placed.num_blocks * workload.block_flops * rows / tensor
     weights = placed.elements.blocks() * workload.itemsize
     # residuals are written once and read once
@@ -734,7 +751,8 @@ def _gradient_seconds(placed: PlacedModel, hardware: Hardware) -> tuple[float, f
     Gradients are written and read. With several micro-batches their sum is read and written too; if
     the placement shards gradients, only the shards are summed.
     """
-    elements, layout = placed.elements, placed.layout
+    elements = placed.elements
+    layout = placed.layout
     pipelined = layout.pipeline > 1
     has_micro_batches = layout.micro_batches > 1
     shards = layout.shards.size if placed.shards.grads else 1

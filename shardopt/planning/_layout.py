@@ -170,7 +170,8 @@ def _table(name: str, num_stages: int, num_micro_batches: int, chunks: int) -> S
 
 def named_builder(name: str, chunks: int | None = None) -> Callable[[int, int], Schedule]:
     """Return the function of `so.schedules` with this name, for this many chunks."""
-    builder, kind = getattr(schedules, name), KINDS[name]
+    builder = getattr(schedules, name)
+    kind = KINDS[name]
     return (
         functools.partial(builder, num_chunks=chunks or kind.chunks)
         if kind.takes_chunks
@@ -435,7 +436,9 @@ def _device_bytes(
     return total
 
 
-_LANES, _SUBLANES, _FLAT = 128, 8, 1024
+_LANES = 128
+_SUBLANES = 8
+_FLAT = 1024
 
 
 @functools.lru_cache(maxsize=4096)

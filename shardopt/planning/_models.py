@@ -182,14 +182,12 @@ class Transformer:
 
     def abstract_params(self) -> dict[str, PyTree]:
         """Return shapes and dtypes of the parameters, blocks stacked."""
-        L, D, H, G, K, F = (
-            self.num_layers,
-            self.dim,
-            self.num_heads,
-            self.kv_heads,
-            self.width,
-            self.hidden,
-        )
+        L = self.num_layers
+        D = self.dim
+        H = self.num_heads
+        G = self.kv_heads
+        K = self.width
+        F = self.hidden
 
         def leaf(*shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, self.param_dtype)
@@ -215,7 +213,8 @@ class Transformer:
                 "up": leaf(L, D, 1 + self.gated, self.mlps * F),
                 "down": leaf(L, self.mlps * F, D),
             }
-        if E := self.num_experts:
+        E = self.num_experts
+        if E:
             blocks |= {"experts_up": leaf(L, E, D, F), "experts_down": leaf(L, E, F, D)}
             blocks |= {"experts_gate": leaf(L, E, D, F)} if self.gated else {}
             blocks["router"] = leaf(L, D, E)
@@ -249,30 +248,34 @@ class Transformer:
             these values is "dispatched".
           - Latent attention: its narrow products are counted in addition.
         """
-        T, D, F, mlps = self.length, self.dim, self.hidden, self.mlps
+        T = self.length
+        D = self.dim
+        F = self.hidden
+        mlps = self.mlps
         qkv_width = (self.num_heads + 2 * self.kv_heads) * self.width
-        params, token_bytes, attention = (
-            self.abstract_params(),
-            self._token_bytes,
-            self._attention(),
-        )
+        params = self.abstract_params()
+        token_bytes = self._token_bytes
+        attention = self._attention()
         blocks = params["blocks"].items()
         weight_flops = (
             2 * T * sum(math.prod(leaf.shape[1:]) for name, leaf in blocks if name in _PRODUCTS)
         )
         weight_flops += 2 * T * D * (2 + self.gated) * F * self._chosen_experts
-        block_flops, head_flops = weight_flops + attention.flops, 2 * T * D * self.vocab_size
+        block_flops = weight_flops + attention.flops
+        head_flops = 2 * T * D * self.vocab_size
         # a stage stores the results of products; its weight gradient does not read the mixed values
         products = Bytes(
             token_bytes * 2 * D, token_bytes * (qkv_width + (1 + self.gated) * mlps * F)
         )
-        mixed, scores = Bytes(sharded=attention.queries), Bytes(sharded=attention.scores)
+        mixed = Bytes(sharded=attention.queries)
+        scores = Bytes(sharded=attention.scores)
         residuals = (
             Bytes(token_bytes * 4 * D, token_bytes * (qkv_width + 6 * mlps * F))
             .plus(mixed)
             .plus(scores)
         )
-        stage_residuals, deferred = products.plus(mixed).plus(scores), products
+        stage_residuals = products.plus(mixed).plus(scores)
+        deferred = products
         # cotangents at the widest point of a block, and of the scores
         working = Bytes(token_bytes * 2 * D, token_bytes * 2 * mlps * F).plus(scores)
         experts = self._experts() if self.num_experts else None
@@ -328,7 +331,10 @@ class Transformer:
         return 2 * self.length**2 * self.num_heads * (2 * self.width + rope)
 
     def _attention(self) -> AttentionSizes:
-        T, H, G, K = self.length, self.num_heads, self.kv_heads, self.width
+        T = self.length
+        H = self.num_heads
+        G = self.kv_heads
+        K = self.width
         return AttentionSizes(
             queries=self._token_bytes * H * K,
             keys=self._token_bytes * G * K,
@@ -338,7 +344,9 @@ class Transformer:
         )
 
     def _experts(self) -> ExpertSizes:
-        token_bytes, D, F = self._token_bytes, self.dim, self.hidden
+        token_bytes = self._token_bytes
+        D = self.dim
+        F = self.hidden
         share = self.top_k * (
             1.0 if self.expert_chunk is None else min(1.0, self.expert_chunk / self.length)
         )
@@ -356,17 +364,13 @@ class Transformer:
         )
 
     def _named_values(self) -> tuple[NamedValue, ...]:
-        T, D, H, K, token_bytes = (
-            self.length,
-            self.dim,
-            self.num_heads,
-            self.width,
-            self._token_bytes,
-        )
-        qkv_width, hidden_width = (
-            (H + 2 * self.kv_heads) * K,
-            self.mlps * (1 + self.gated) * self.hidden,
-        )
+        T = self.length
+        D = self.dim
+        H = self.num_heads
+        K = self.width
+        token_bytes = self._token_bytes
+        qkv_width = (H + 2 * self.kv_heads) * K
+        hidden_width = self.mlps * (1 + self.gated) * self.hidden
         values = (
             NamedValue("qkv", Bytes(0, token_bytes * qkv_width), 2.0 * T * D * qkv_width, 0),
             NamedValue("attention", Bytes(0, token_bytes * H * K), 2.0 * T * T * H * K, 0),

@@ -268,7 +268,8 @@ def best_period(cost: float, rate: float) -> float:
 
     It solves (1 - x) exp(x + rate cost) = 1 for x = rate period, by bisection. x is below 1.
     """
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     for _ in range(100):
         middle = (low + high) / 2
         # in logarithms: log(1 - x) + x + rate cost falls as x grows
@@ -347,9 +348,11 @@ class _IslandedJob:
         """Return what failures cost that a copy in memory survives."""
         island_rate = (1 - wide) * self.rate / self.islands
         if self.islands > 1:
-            period, wait = self.failures.exchange, 0.0
+            period = self.failures.exchange
+            wait = 0.0
         elif snapshot_every is not None and self.failures.snapshot is not None:
-            period, wait = snapshot_every, self.failures.snapshot
+            period = snapshot_every
+            wait = self.failures.snapshot
         else:
             return _Narrow(1.0, 0.0, 0.0)
         if period == 0:
@@ -362,10 +365,13 @@ class _IslandedJob:
 
         All sums are for `work` seconds of steps that count on one island, on average.
         """
-        failures, islands, chips = self.failures, self.islands, self.chips
+        failures = self.failures
+        islands = self.islands
+        chips = self.chips
         has_snapshots = islands == 1 and periods.snapshot is not None
         wide = self.wide(has_snapshots)
-        narrow, wide_rate = self.narrow(wide, periods.snapshot), wide * self.rate
+        narrow = self.narrow(wide, periods.snapshot)
+        wide_rate = wide * self.rate
         work = periods.save or 1.0
         checkpoint = failures.save if periods.save else 0.0
         one_try = work * narrow.run + checkpoint

@@ -240,7 +240,8 @@ def plan(
         dtypes,
     )
     ranking.add(space.layouts())
-    fitting, dropped = ranking.fitting, ranking.dropped
+    fitting = ranking.fitting
+    dropped = ranking.dropped
     dropped.sort(key=lambda entry: entry.missing_bytes or float("inf"))
     fitting.sort(key=lambda prediction: (prediction.time.total, prediction.memory.total))
     plans = Plans(tuple(fitting), tuple(dropped), workload, chip, chips, batch_size, limit)
@@ -321,7 +322,8 @@ def _check(
         ("placement", placements, PLACEMENTS),
         ("schedule", schedules, _SCHEDULE_NAMES),
     ):
-        if unknown := [name for name in names if name not in known]:
+        unknown = [name for name in names if name not in known]
+        if unknown:
             problem = f"unknown {noun} {quoted(unknown)}."
             raise value_error(problem, fix=f"use some of {', '.join(known)}.")
     if not 0 <= headroom < 1:
@@ -396,10 +398,8 @@ class _Space(NamedTuple):
 
     def _options(self, sizes: ParallelLayout) -> Iterator[ParallelLayout]:
         """Yield the layouts with these sizes of the mesh."""
-        pipeline, rows = (
-            sizes.pipeline,
-            self.batch_size // (sizes.replica * sizes.data * sizes.expert),
-        )
+        pipeline = sizes.pipeline
+        rows = self.batch_size // (sizes.replica * sizes.data * sizes.expert)
         micro_batches = [
             m for m in _divisors(rows, _MAX_SIZE, small=0) if pipeline == 1 or m >= pipeline
         ]
@@ -530,7 +530,8 @@ def predict(
 
 
 def _nothing_fits(plans: Plans) -> str:
-    chip, limit = plans.hardware, plans.limit
+    chip = plans.hardware
+    limit = plans.limit
     rows = plural(plans.batch_size, "row")
     title = f"{plans.workload.name} on {_machine(plans)} with {rows} per batch"
     too_large = [entry for entry in plans.dropped if entry.missing_bytes]
@@ -584,7 +585,8 @@ def _table(plans: Plans, count: int) -> str:
     ]
     rows = [header, *(_row(prediction, columns) for prediction in predictions)]
     lines = aligned(rows, lambda column, _: column > 0)
-    model, batch = plans.workload, plural(plans.batch_size, "row")
+    model = plans.workload
+    batch = plural(plans.batch_size, "row")
     unlisted = len(plans.ranked) - count
     too_large = sum(entry.missing_bytes > 0 for entry in plans.dropped)
     uneven = len(plans.dropped) - too_large
@@ -610,7 +612,8 @@ def _table(plans: Plans, count: int) -> str:
 
 
 def _row(prediction: Prediction, columns: Sequence[str]) -> list[str]:
-    time, memory = prediction.time, prediction.memory.total
+    time = prediction.time
+    memory = prediction.memory.total
     extra_seconds = [getattr(time, name) for name in columns]
     parts = (time.compute, time.tensor, time.data, time.pipeline, time.bubble, *extra_seconds)
     return [

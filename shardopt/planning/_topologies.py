@@ -30,7 +30,8 @@ def parse_topology(topology: str) -> tuple[Hardware, tuple[int, ...]]:
     if match is None or match[1] not in HARDWARE:
         problem = f"unknown topology {topology!r}."
         raise value_error(problem, fix=f"write chip and torus, with sizes of your own: {forms}.")
-    chip, dims = HARDWARE[match[1]], tuple(map(int, match[2].split("x")))
+    chip = HARDWARE[match[1]]
+    dims = tuple(map(int, match[2].split("x")))
     axes = chip.torus_dims or 1
     if len(dims) != axes:
         problem = f"topology {topology!r} has {plural(len(dims), 'axis')}, {chip.name} has {axes}."

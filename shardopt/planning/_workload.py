@@ -272,7 +272,8 @@ class Workload(NamedTuple):
         """
         if remat is False:
             return None
-        flops, sums = self.recompute_flops, max(self.tensor_sums[0] - 1, 0)
+        flops = self.recompute_flops
+        sums = max(self.tensor_sums[0] - 1, 0)
         if remat is True:
             return Recompute(Bytes(), flops, sums)
         policy = read_remat(remat)
@@ -280,7 +281,8 @@ class Workload(NamedTuple):
             problem = f"remat must be True, False or 'save:NAME,...', got {remat!r}."
             raise value_error(problem, fix="write 'save:qkv,attention', or True for 'full'.")
         known = {value.name: value for value in self.named}
-        if unknown := [name for name in policy.names if name not in known]:
+        unknown = [name for name in policy.names if name not in known]
+        if unknown:
             problem = (
                 f"remat names {plural(len(unknown), 'value')} that the blocks of {self.name} do not"
                 " have."
@@ -410,7 +412,8 @@ def trace(
     row = jax.tree.map(lambda one_row, two_rows: max(two_rows - one_row, 0), one_row, two_rows)
     num_blocks = jax.tree.leaves(params[BLOCKS])[0].shape[0]
     batch = _with_rows(abstract_batch, 1)
-    named, sums = row.pop("named"), _count_named_sums(functions, batch)
+    named = row.pop("named")
+    sums = _count_named_sums(functions, batch)
     embed = jax.make_jaxpr(functions.embed)(functions.outer, batch, functions.key)
     looked_up = named_values(embed).get(LOOKED_UP, []) if blocks.tables else []
     if blocks.tables and not looked_up:
@@ -481,12 +484,10 @@ class _ModelFunctions(NamedTuple):
 
 def _row_costs(functions: _ModelFunctions, batch: PyTree) -> dict[str, PyTree]:
     """Return the fields of a `Workload` that are proportional to the number of rows."""
-    outer, weights, key, x = (
-        functions.outer,
-        functions.weights,
-        functions.key,
-        functions.boundary(batch),
-    )
+    outer = functions.outer
+    weights = functions.weights
+    key = functions.key
+    x = functions.boundary(batch)
     traced_block, shapes = jax.make_jaxpr(functions.block, return_shape=True)(weights, x, key)
 
     def block(weights: PyTree, x: PyTree, key: jax.Array) -> PyTree:
@@ -507,7 +508,8 @@ def _row_costs(functions: _ModelFunctions, batch: PyTree) -> dict[str, PyTree]:
         )
 
     backward_flops = flops(backward(block), weights, x, x, key)
-    recompute_flops, save = recomputed(), jax.checkpoint_policies.save_only_these_names
+    recompute_flops = recomputed()
+    save = jax.checkpoint_policies.save_only_these_names
     named = named_values(traced_block)
     boundary = sum(map(_nbytes, jax.tree.leaves(x)))
     boundary_shapes = {leaf.shape for leaf in jax.tree.leaves(x)}

@@ -133,7 +133,8 @@ def all_to_all_kept(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[ja
 
 
 def _all_to_all_kept(array: jax.Array, axis_name: AxisName) -> jax.Array:
-    num_devices, bits = axis_size(axis_name), _as_bits(array)
+    num_devices = axis_size(axis_name)
+    bits = _as_bits(array)
     index = jax.lax.axis_index(axis_name)
     received = bits
     for hop in range(1, num_devices):
@@ -154,7 +155,8 @@ def all_gather_kept(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[ja
 
 
 def _all_gather_kept(array: jax.Array, axis_name: AxisName) -> jax.Array:
-    num_devices, bits = axis_size(axis_name), _as_bits(array)
+    num_devices = axis_size(axis_name)
+    bits = _as_bits(array)
     zeros = jnp.zeros((num_devices, *bits.shape[1:]), bits.dtype)
     index = jax.lax.axis_index(axis_name)
     rows = jax.lax.dynamic_update_index_in_dim(zeros, bits, index, 0)
@@ -186,7 +188,8 @@ def _packed(
             if len(members) == 1
             else jnp.concatenate([bit_arrays[i] for i in members], axis=1)
         )
-        received, start = collective(buffer), 0
+        received = collective(buffer)
+        start = 0
         for i in members:
             stop = start + arrays[i].shape[1]
             results[i] = _from_bits(received[:, start:stop], arrays[i].dtype)

@@ -62,7 +62,8 @@ class Compressor(NamedTuple):
         message, state = codec.write(
             values, [real_dtype(leaf.dtype) for leaf in leaves], memory.state
         )
-        decoded_grads, unsent = self.decode(message, grads), ()
+        decoded_grads = self.decode(message, grads)
+        unsent = ()
         if codec.error_feedback:
             residuals = [
                 value - decoded
@@ -151,7 +152,8 @@ def compressor(reducer: Reducer) -> Compressor:
       its own references.
     """
     check_reducer(reducer)
-    codec, name = reducer.codec, reducer.name
+    codec = reducer.codec
+    name = reducer.name
     if codec is None:
         fix = (
             "use exact, int8, sign, top_k or power_sgd, alone or in error_feedback, without a"

@@ -82,7 +82,8 @@ def grid_of(array: jax.Array, codec: Codec, num_devices: int, num_shards: int) -
       num_devices: N.
       num_shards: over how many devices the partitioner may shard a dim.
     """
-    best, fewest = None, float(array.dtype.itemsize)
+    best = None
+    fewest = float(array.dtype.itemsize)
     for device_dim, size in enumerate(array.shape):
         if not size or size % (num_devices * math.gcd(size, num_shards)):
             continue

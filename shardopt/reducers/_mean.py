@@ -109,7 +109,8 @@ class _Exact:
     requested: np.dtype | None
 
     def wire_dtype(self, leaf_dtype: np.dtype) -> np.dtype:
-        value_dtype, requested = real_dtype(leaf_dtype), self.requested
+        value_dtype = real_dtype(leaf_dtype)
+        requested = self.requested
         return (
             value_dtype
             if requested is None or requested.itemsize >= value_dtype.itemsize
@@ -219,7 +220,8 @@ def means_of(
       codec_of: the codec of a key, or None for the exact mean.
       axis_name: the axis.
     """
-    num_devices, num_shards = size_of(axis_name), num_partitions()
+    num_devices = size_of(axis_name)
+    num_shards = num_partitions()
 
     def average(flat: jax.Array, key: Any) -> tuple[jax.Array, jax.Array]:
         codec = codec_of(key)
@@ -255,7 +257,8 @@ def in_buckets(
 
     Return (means, residuals).
     """
-    means, residuals = list(values), [jnp.zeros_like(value) for value in values]
+    means = list(values)
+    residuals = [jnp.zeros_like(value) for value in values]
     for bucket in buckets_of([value.size for value in values], keys):
         bucket_mean, bucket_residual = average(join_bucket(values, bucket), bucket.key)
         for i, mean, residual in zip(
@@ -299,7 +302,8 @@ def two_phase_mean(
 
     The mean has the same bits on all devices.
     """
-    num_devices, n = size_of(axis_name), flat.size
+    num_devices = size_of(axis_name)
+    n = flat.size
     length = _chunk_length(n, num_devices, codec)
     rows = jnp.pad(flat, (0, num_devices * length - n)).reshape(num_devices, length)
     num_valid = jnp.asarray(np.clip(n - np.arange(num_devices) * length, 0, length), jnp.int32)
@@ -331,7 +335,8 @@ def _mean_of_rows(
       collectives: the all-to-all and the all-gather of arrays of rows.
     """
     all_to_all, all_gather = collectives
-    num_devices, dtype = size_of(axis_name), rows.dtype
+    num_devices = size_of(axis_name)
+    dtype = rows.dtype
     device_index = jax.lax.axis_index(axis_name)
     is_owned = jnp.arange(num_devices) == device_index
     is_owned = is_owned.reshape(num_devices, *[1] * (rows.ndim - 1))

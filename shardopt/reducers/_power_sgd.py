@@ -176,7 +176,10 @@ class _PowerSGD:
         return means, residuals, _state_of(treedef, factors)
 
     def count_bytes(self, params: PyTree, axis_size: int) -> int:
-        p_sizes, p_dtypes, q_sizes, value_dtypes = [], [], [], []
+        p_sizes = []
+        p_dtypes = []
+        q_sizes = []
+        value_dtypes = []
         for leaf, matrices in zip(jax.tree.leaves(params), self.matrices(params), strict=True):
             value_dtypes.append(real_dtype(wide_dtype(leaf.dtype)))
             if matrices is None:

@@ -145,10 +145,8 @@ def _mean_of_entries(
     received = all_gather_packed(
         [array[None] for array in [*wire_indices, *wire_entries]], axis_name
     )
-    means, sent_entries = (
-        [jnp.zeros_like(value) for value in values],
-        [jnp.zeros(0, value.dtype) for value in values],
-    )
+    means = [jnp.zeros_like(value) for value in values]
+    sent_entries = [jnp.zeros(0, value.dtype) for value in values]
     for position, i in enumerate(nonempty):
         pairs = received[position], received[len(nonempty) + position].astype(values[i].dtype)
         means[i] = _scatter_sum(*pairs, values[i].size).reshape(values[i].shape) / num_devices

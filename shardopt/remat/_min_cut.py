@@ -64,7 +64,8 @@ class _MinCut:
         self, saved: tuple[Arrays, Arrays], dy: Arrays
     ) -> tuple[list[jax.Array | None], list[jax.Array | None]]:
         arguments, residuals = saved
-        trained, differentiable = floating(self.arguments), floating(self.x)
+        trained = floating(self.arguments)
+        differentiable = floating(self.x)
         dy = [dy[i] for i in differentiable]
         # Without the barrier, a compiler that sees both passes would keep the gathered weights of
         # the forward pass.

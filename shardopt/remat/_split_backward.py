@@ -141,9 +141,12 @@ def floating(leaves: Shapes) -> list[int]:
 def _cut(closed: jex.ClosedJaxpr, num_arguments: int, num_x: int, num_trained: int) -> Passes:
     jaxpr = closed.jaxpr
     trace = trace_of(closed)
-    arguments, inputs = jaxpr.invars[:num_arguments], jaxpr.invars[num_arguments:]
-    x, dy = inputs[:num_x], inputs[num_x:]
-    y, dx = jaxpr.outvars[:num_x], jaxpr.outvars[num_x : num_x + len(dy)]
+    arguments = jaxpr.invars[:num_arguments]
+    inputs = jaxpr.invars[num_arguments:]
+    x = inputs[:num_x]
+    dy = inputs[num_x:]
+    y = jaxpr.outvars[:num_x]
+    dx = jaxpr.outvars[num_x : num_x + len(dy)]
     dw = jaxpr.outvars[len(jaxpr.outvars) - num_trained :]
     recomputable = reached_from(jaxpr, [*jaxpr.constvars, *arguments], every=True)
     depends_on_dy = reached_from(jaxpr, dy, every=False)
@@ -300,7 +303,9 @@ def _min_byte_cut(
     variables = list(
         dict.fromkeys([*start, *(v for eqn in equations for v in eqn.outvars if v not in free)])
     )
-    known, sources, arcs = set(variables), set(start), []
+    known = set(variables)
+    sources = set(start)
+    arcs = []
     for eqn in equations:
         made = [var for var in eqn.outvars if var in known]
         if eqn.primitive.name not in _CHEAP or eqn.effects:
@@ -347,14 +352,16 @@ def _swapped(product: jex.JaxprEqn, permutation: Sequence[int]) -> jex.JaxprEqn 
     a, b = product.invars
     params = dict(product.params)
     (contracting_a, contracting_b), (batch_a, batch_b) = params["dimension_numbers"]
-    batch, end_of_a_dims = len(batch_a), len(shape_of(a)) - len(contracting_a)
+    batch = len(batch_a)
+    end_of_a_dims = len(shape_of(a)) - len(contracting_a)
     dims = range(len(permutation))
     if [*permutation] != [*dims[:batch], *dims[end_of_a_dims:], *dims[batch:end_of_a_dims]]:
         return None
     params["dimension_numbers"] = (contracting_b, contracting_a), (batch_b, batch_a)
     if isinstance(params["precision"], tuple):
         params["precision"] = params["precision"][::-1]
-    if (sharding := params["out_sharding"]) is not None:
+    sharding = params["out_sharding"]
+    if sharding is not None:
         axes = [*sharding.spec, *[None] * len(dims)]
         params["out_sharding"] = NamedSharding(
             sharding.mesh, PartitionSpec(*(axes[dim] for dim in permutation))

@@ -25,7 +25,8 @@ from shardopt.runtime._progress import waiting
 
 _ANSWER_MILLISECONDS = 500
 """How long a process waits for the answer before Python can handle signals."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 1e-4, 5e-3
+_FIRST_PAUSE = 1e-4
+_LONGEST_PAUSE = 5e-3
 """Seconds between two looks of the collecting process."""
 _NOTICE_SECONDS = 30.0
 """Seconds until the collecting process names the processes that it waits for."""
@@ -128,7 +129,9 @@ class Channel:
     def _collect(self, place: str, folder: str) -> list[str]:
         """Return the texts of all processes, when the last one has come."""
         began = time.monotonic()
-        pause, notice, next_look = _FIRST_PAUSE, _NOTICE_SECONDS, _LOOK_SECONDS
+        pause = _FIRST_PAUSE
+        notice = _NOTICE_SECONDS
+        next_look = _LOOK_SECONDS
         ended: dict[int, str] = {}
         while True:
             seconds = time.monotonic() - began

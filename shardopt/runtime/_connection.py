@@ -107,7 +107,8 @@ def _without_place() -> Connection | None:
 
 def _by_ray_train(place: ProcessPlace) -> Connection:
     """Let the first worker choose an address, and tell it to the others."""
-    ray, collective = sys.modules["ray"], _ray_collective()
+    ray = sys.modules["ray"]
+    collective = _ray_collective()
     address = None
     if place.rank == 0:
         host = ray.util.get_node_ip_address()

@@ -117,7 +117,8 @@ def doctor(opt: Any = None, state: Any = None, batch: Any = None) -> DoctorRepor
         name: version_of(name) for name in _PACKAGES
     }
     devices = jax.devices()
-    kind, processes = devices[0].platform, jax.process_count()
+    kind = devices[0].platform
+    processes = jax.process_count()
     flags = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
     flags |= {
         name: str(jax.config.values[name]) for name in _SETTINGS if jax.config.values.get(name)
@@ -153,7 +154,8 @@ def known_errors(
     `stores_programs` says whether jax's cache stores programs whose operations XLA:CPU has put in
     the concurrent order.
     """
-    jaxlib, libtpu = version_numbers(versions["jaxlib"]), version_numbers(versions["libtpu"])
+    jaxlib = version_numbers(versions["jaxlib"])
+    libtpu = version_numbers(versions["libtpu"])
     is_old_cpu = kind == "cpu" and jaxlib < (0, 12, 0, 1)
     # whether this machine has the error, the pattern of an equation, and the error
     rows: list[tuple[bool, Callable[[JaxprEqn, bool, bool], bool], tuple[str, str, str]]] = [

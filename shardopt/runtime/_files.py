@@ -45,7 +45,9 @@ class Lock:
     """
 
     def __init__(self, caller: str, path: Path):
-        self.caller, self.path, self.pid = caller, path, os.getpid()
+        self.caller = caller
+        self.path = path
+        self.pid = os.getpid()
         # a fork between these two lines would hold a lock that is not in _held_locks
         with _fork_guard:
             self.descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

@@ -61,7 +61,9 @@ milliseconds.
 """
 
 
-RESTART, HUNG_SECONDS, PLACE = "SHARDOPT_RESTART", "SHARDOPT_HUNG_SECONDS", "SHARDOPT_PLACE"
+RESTART = "SHARDOPT_RESTART"
+HUNG_SECONDS = "SHARDOPT_HUNG_SECONDS"
+PLACE = "SHARDOPT_PLACE"
 """Environment variables of a process: the number of restarts, the seconds of the hang before it,
 and its place.
 """
@@ -302,10 +304,12 @@ class _Launcher:
             return self._run_processes(command, watch)
 
     def _run_processes(self, command: Sequence[str], watch: Watch | None) -> _AttemptResult:
-        address, members = _free_address(), []
+        address = _free_address()
+        members = []
         # no SimpleQueue: in CPython 3.11 a signal at the end of its timeout makes it wait for ever
         finished: queue.Queue[tuple[int, int]] = queue.Queue()
-        hang, hang_text = None, ""
+        hang = None
+        hang_text = ""
         self.failures.ranks()  # discard the reports of the previous attempt
         try:
             for rank in range(self.count):
@@ -362,7 +366,8 @@ class _Launcher:
         has_failed = False
         end = _EndOfProcesses(self.job, members)
         while len(exits) < len(members):
-            if (signal_number := self.signals.take()) is not None:
+            signal_number = self.signals.take()
+            if signal_number is not None:
                 end.send(signal_number)
             end.check()
             try:
@@ -490,7 +495,9 @@ class _Signals:
     """
 
     def __init__(self) -> None:
-        self.end_requested, self.kill_requested, self._unsent = False, False, []
+        self.end_requested = False
+        self.kill_requested = False
+        self._unsent = []
         self.first = signal.SIGTERM
 
     def record(self, number: int, frame: object) -> None:

@@ -47,7 +47,9 @@ class MessageServer:
         host: str = "127.0.0.1",
         port: int = 0,
     ):
-        self._handle, self._token, self._closed = handle, token.encode(), False
+        self._handle = handle
+        self._token = token.encode()
+        self._closed = False
         self._listener = Listener((host, port), backlog=1024)
         self.port = int(self._listener.address[1])
         threading.Thread(target=self._accept, daemon=True).start()

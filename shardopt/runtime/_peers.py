@@ -13,7 +13,8 @@ from shardopt.runtime._agreement import Channel, coordination_client
 
 _POLL_SECONDS = 0.2
 """Seconds between two looks for the signal of another process, with up to 200 processes."""
-_ROUND_SECONDS, _LOOK_SECONDS = 0.5, 0.01
+_ROUND_SECONDS = 0.5
+_LOOK_SECONDS = 0.01
 """Seconds that a process waits for the others in a round, and between two looks."""
 
 _run_numbers = count()
@@ -30,7 +31,8 @@ class Peers:
     def __init__(self) -> None:
         processes = tuple(range(jax.process_count()))
         self._folder = f"shardopt/stop/{next(_run_numbers)}"
-        self._client, self._processes = coordination_client(), processes
+        self._client = coordination_client()
+        self._processes = processes
         self._rank = jax.process_index()
         self.poll_seconds = _POLL_SECONDS * max(1.0, len(processes) / 200)
         channel = Channel(self._client, processes, f"{self._folder}/exchange")

@@ -141,7 +141,8 @@ def _follow_launcher() -> None:
         sys.__excepthook__(error_type, error, traceback)
         end_at_once(getattr(error, "exit_code", 1))
 
-    pid, previous_hook = os.getpid(), sys.excepthook
+    pid = os.getpid()
+    previous_hook = sys.excepthook
     sys.excepthook = hook
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -319,7 +320,8 @@ class FailurePipe:
     """
 
     def __init__(self, reading: int, writing: int):
-        self._reading, self.descriptor = reading, writing
+        self._reading = reading
+        self.descriptor = writing
         self.environment = {_PIPE_VARIABLE: str(writing)}
 
     def ranks(self) -> list[int]:

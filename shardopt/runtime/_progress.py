@@ -22,7 +22,8 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import NamedTuple
 
-MAIN, SAVING = "main", "saving"
+MAIN = "main"
+SAVING = "saving"
 """Lanes: a lane is the work of one thread, in the same order on all processes."""
 
 START = "start"
@@ -35,12 +36,10 @@ STACKS_SIGNAL = signal.SIGUSR2
 code.
 """
 
-ADDRESS, TOKEN, BEAT, STACKS = (
-    "SHARDOPT_WATCH",
-    "SHARDOPT_WATCH_TOKEN",
-    "SHARDOPT_WATCH_BEAT",
-    "SHARDOPT_WATCH_STACKS",
-)
+ADDRESS = "SHARDOPT_WATCH"
+TOKEN = "SHARDOPT_WATCH_TOKEN"
+BEAT = "SHARDOPT_WATCH_BEAT"
+STACKS = "SHARDOPT_WATCH_STACKS"
 """Environment variables: address of the watch ("host:port"), token, seconds between reports, file
 for stacks.
 """
@@ -81,7 +80,8 @@ _lanes: dict[str, ProgressMark] = {}
 _durations: dict[tuple[str, str], tuple[int, float]] = {}
 """By lane and phase: how often the phase ended, and how many seconds it may take."""
 _send_lock = threading.Lock()
-_reported, _exiting = threading.Event(), threading.Event()
+_reported = threading.Event()
+_exiting = threading.Event()
 
 
 def report_progress(step: int, phase: str = "step") -> None:
@@ -117,7 +117,8 @@ def report_progress(step: int, phase: str = "step") -> None:
 
 def mark(phase: str, step: int | None = None, *, lane: str = MAIN) -> None:
     """Record that a lane begins a phase; by default the step is the lane's current step."""
-    now, previous = time.monotonic(), _lanes.get(lane)
+    now = time.monotonic()
+    previous = _lanes.get(lane)
     step = (previous.step if previous else 0) if step is None else step
     is_new_step = previous is None or step != previous.step
     if previous is not None:

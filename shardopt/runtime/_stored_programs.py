@@ -21,7 +21,8 @@ from shardopt.runtime._processes import share_compiled_programs
 
 ORDER_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 FOLDER_NAME = "compiled"
-_DIRECTORY, _MIN_SECONDS = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+_DIRECTORY = "jax_compilation_cache_dir"
+_MIN_SECONDS = "jax_persistent_cache_min_compile_time_secs"
 _XLA_CACHES = "jax_persistent_cache_enable_xla_caches"
 _DEVICE_FILES = ("nvidia[0-9]*", "nvmap", "dxg", "accel[0-9]*", "vfio/[0-9]*", "kfd")
 """Names in /dev of NVIDIA's GPUs (as cards, on Jetson, in WSL), of TPUs by two drivers, and of

@@ -27,7 +27,8 @@ if __name__ == "__main__":  # the program starts without importing shardopt
 else:
     from shardopt.runtime._messages import MessageServer, connect
 
-ADDRESSES, TOKEN = "SHARDOPT_VAULTS", "SHARDOPT_VAULT_TOKEN"
+ADDRESSES = "SHARDOPT_VAULTS"
+TOKEN = "SHARDOPT_VAULT_TOKEN"
 """Environment variables: the vaults of all hosts, "host:port,host:port,...", and the run's token.
 """
 
@@ -245,7 +246,8 @@ def get(address: str, token: str, rank: int, step: int, group: str) -> bytes | N
     with contextlib.suppress(OSError, EOFError), connect(address, token) as connection:
         request = {"what": "get", "rank": rank, "step": step, "group": group}
         connection.send_bytes(json.dumps(request).encode())
-        checksum, data = connection.recv_bytes(4096).decode(), connection.recv_bytes()
+        checksum = connection.recv_bytes(4096).decode()
+        data = connection.recv_bytes()
         return data if checksum and digest(data) == checksum else None
     return None
 

@@ -161,7 +161,9 @@ class Watch:
         port: int = 0,
         say: Callable[[str], None],
     ):
-        self._timeout, self._say, self._start = timeout, say, time.monotonic()
+        self._timeout = timeout
+        self._say = say
+        self._start = time.monotonic()
         self._last_reports: dict[int, tuple[float, RankReport] | None] = dict.fromkeys(range(count))
         self._connections: dict[int, Connection] = {}
         self._warned_no_reports = False
@@ -324,7 +326,8 @@ def _stack_lines(
             f"Process {rank} does not answer: its host or network is lost, it is stopped, or native"
             " code keeps its interpreter."
         )
-    if frames := main_frames(stacks, report, hang.lane):
+    frames = main_frames(stacks, report, hang.lane)
+    if frames:
         lines += [f"Process {rank} is in:", *(f"  {frame}" for frame in frames[:_SHOWN_FRAMES])]
     elif state != "T" and (state or stacks):
         lines.append(f"Process {rank} did not give its stack.")
@@ -369,7 +372,9 @@ def main(arguments: Sequence[str]) -> int:
 
     Print a hang and end the job.
     """
-    count, timeout, port = int(arguments[0]), float(arguments[1]), int(arguments[2])
+    count = int(arguments[0])
+    timeout = float(arguments[1])
+    port = int(arguments[2])
     watch = Watch(
         count,
         timeout,

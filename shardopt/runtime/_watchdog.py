@@ -63,7 +63,8 @@ def watchdog(hang_timeout: float, *, port: int = 0) -> None:
         )
     from jax._src.distributed import global_state
 
-    client, rank = global_state.client, jax.process_index()
+    client = global_state.client
+    rank = jax.process_index()
     if client is None or rank == 0:
         ready_line = _start(jax.process_count(), hang_timeout, port)
         if client is not None:

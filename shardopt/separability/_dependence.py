@@ -113,7 +113,8 @@ def _followed(
         return [_union([result, condition]) for result in carry]
     if name == "cond":
         return [_union([operands[0], result]) for result in walk.branches((eqn,), operands[1:])]
-    if (results := walk.call((eqn,), operands)) is not None:
+    results = walk.call((eqn,), operands)
+    if results is not None:
         return results
     first_uses = {leaf: eqn if use is None else use for leaf, use in _union(operands).items()}
     return [first_uses] * len(eqn.outvars)

@@ -68,7 +68,8 @@ def follow_jvp(
     two values, so it has the relation of the values. A rule that gives other relations is not the
     derivative of the function on the whole batch.
     """
-    inputs, outputs = floating(site.whole_eqn.invars), floating(site.whole_eqn.outvars)
+    inputs = floating(site.whole_eqn.invars)
+    outputs = floating(site.whole_eqn.outvars)
 
     def trace(eqn: JaxprEqn) -> ClosedJaxpr:
         def run(

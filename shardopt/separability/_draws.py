@@ -34,7 +34,8 @@ from shardopt.separability._relations import (
 
 def draw(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Draw random numbers, or new keys, from a key."""
-    key, dims = relations[0], differing_dims(site.result_shapes())
+    key = relations[0]
+    dims = differing_dims(site.result_shapes())
     if isinstance(key, Split):
         return [key if key.ratio == 1 and dims == (key.dim,) else site.unknown("shape")]
     if not is_exactly_same(key):
@@ -51,7 +52,8 @@ def draw(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
 
 def change_key(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Make a key of its bits or of a seed, or the other way round."""
-    key, dims = relations[0], differing_dims(site.result_shapes())
+    key = relations[0]
+    dims = differing_dims(site.result_shapes())
     if isinstance(key, Split) and key.ratio == 1 and dims == (key.dim,):
         return [key]
     if is_exactly_same(key) and dims == differing_dims(site.operand_shapes()):

@@ -102,7 +102,8 @@ def unify(
     drawn = any(map(is_drawn, relations))
     zeros = [False] * len(relations) if zeros is None else zeros
     operands = [relation for relation, zero in zip(relations, zeros, strict=True) if not zero]
-    if unknown := first_unknown(operands):
+    unknown = first_unknown(operands)
+    if unknown:
         return unknown
     for operand in operands:
         if not isinstance(operand, Same | Split | Total):
@@ -141,7 +142,8 @@ def _add_rows_and_totals(site: EquationPair, operands: Sequence[Relation]) -> Re
 
 
 def _elementwise(site: EquationPair, relations: Sequence[Relation]) -> Relation:
-    if unknown := first_unknown(relations):
+    unknown = first_unknown(relations)
+    if unknown:
         return unknown
     # a piece of one row must not be broadcast to several rows
     for i, relation in enumerate(relations):
@@ -164,7 +166,8 @@ def _elementwise(site: EquationPair, relations: Sequence[Relation]) -> Relation:
         if operands[0].ratio != 1:
             return site.unknown("count")
         return unify(site, operands[1:], [is_zero(case) for case in relations[1:]])
-    if unknown := first_unknown(operands):
+    unknown = first_unknown(operands)
+    if unknown:
         return unknown
     for operand in operands:
         if isinstance(operand, Columns | Shifted):
@@ -230,7 +233,8 @@ def _is_linear(site: EquationPair) -> bool:
         )
     if site.name != "convert_element_type":
         return site.name in LINEAR
-    target, source = site.params["new_dtype"], site.operand_dtype()
+    target = site.params["new_dtype"]
+    source = site.operand_dtype()
     if jnp.issubdtype(target, jnp.inexact):
         return True
     return np.can_cast(source, target) and jnp.issubdtype(target, jnp.integer)
@@ -259,7 +263,8 @@ def _keeps_order(site: EquationPair) -> bool:
     """Return whether an equation is a conversion that changes no order, and wraps nothing."""
     if site.name != "convert_element_type":
         return False
-    target, source = site.params["new_dtype"], site.operand_dtype()
+    target = site.params["new_dtype"]
+    source = site.operand_dtype()
     if jnp.issubdtype(target, jnp.inexact):
         return target.itemsize > 1  # a float of 8 bits may have no infinity, so it is NaN
     return np.can_cast(source, target)

@@ -43,10 +43,13 @@ def gather(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     - The operand has rows, and the indices are known row numbers: `take_along_split` compares the
       numbers.
     """
-    if unknown := first_unknown(relations):
+    unknown = first_unknown(relations)
+    if unknown:
         return [unknown]
-    operand, indices = resolve_numbers(site, relations)[0], relations[1]
-    numbers, sizes = site.params["dimension_numbers"], site.both_params("slice_sizes")
+    operand = resolve_numbers(site, relations)[0]
+    indices = relations[1]
+    numbers = site.params["dimension_numbers"]
+    sizes = site.both_params("slice_sizes")
     shapes = site.operand_shapes(0)
     slice_dims = [
         dim
@@ -207,7 +210,8 @@ def _known_row_indices(
     if len(columns) != len(index_map) or operand_dim not in index_map:
         return None
     position = index_map.index(operand_dim)
-    column, row_dim = columns[position], _row_dim(site, columns[position])
+    column = columns[position]
+    row_dim = _row_dim(site, columns[position])
     if row_dim is None or not isinstance(column, Known):
         return None
     return (
@@ -246,7 +250,8 @@ def scatter(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]
     operand, _, updates = resolve_numbers(site, relations)
     indices = _resolve_indices(site, relations)
     own_rows = _own_row_place(site, relations[1])
-    if unknown := first_unknown([operand, updates] if own_rows else [operand, updates, indices]):
+    unknown = first_unknown([operand, updates] if own_rows else [operand, updates, indices])
+    if unknown:
         return [unknown]
     if not own_rows and not is_unscaled(indices):
         return [site.unknown("mixes")]
@@ -279,7 +284,8 @@ def _scatter_into_rows(
     own_rows: Split | None,
 ) -> Relation:
     """Return the relation of a scatter into an operand that has rows along `dim`."""
-    numbers, shapes = site.params["dimension_numbers"], site.operand_shapes(0)
+    numbers = site.params["dimension_numbers"]
+    shapes = site.operand_shapes(0)
     missing_dims = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     window_dims = [
         operand_dim for operand_dim in range(len(shapes[0])) if operand_dim not in missing_dims
@@ -291,7 +297,8 @@ def _scatter_into_rows(
         index_dim = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(dim)]
         update_dim = _batch_dims(site)[index_dim]
     elif dim in window_dims and dim not in numbers.scatter_dims_to_operand_dims:
-        index_dim, update_dim = None, numbers.update_window_dims[window_dims.index(dim)]
+        index_dim = None
+        update_dim = numbers.update_window_dims[window_dims.index(dim)]
         if any(
             shape[dim] != update[update_dim]
             for shape, update in zip(shapes, site.operand_shapes(2), strict=True)
@@ -334,7 +341,8 @@ def _scatter_into_shared(
     site: EquationPair, operand: Relation, indices: Relation, updates: Relation, zeros: list[bool]
 ) -> Relation:
     """Return the relation of a scatter into an operand without a dim of rows."""
-    row_dims, batch_dims = differing_dims(site.operand_shapes(2)), _batch_dims(site)
+    row_dims = differing_dims(site.operand_shapes(2))
+    batch_dims = _batch_dims(site)
     if isinstance(indices, Same) and not row_dims:
         return _combine_entries(site, operand, updates, zeros)
     # rows are added up, so it does not matter where their indices point
@@ -353,10 +361,8 @@ def _own_row_place(site: EquationPair, indices: Relation) -> Split | None:
 
     None if this is not known.
     """
-    index_map, shapes = (
-        site.params["dimension_numbers"].scatter_dims_to_operand_dims,
-        site.operand_shapes(0),
-    )
+    index_map = site.params["dimension_numbers"].scatter_dims_to_operand_dims
+    shapes = site.operand_shapes(0)
     # an update with a dim of rows would write into the next rows too
     inserted_dims = site.params["dimension_numbers"].inserted_window_dims
     row_dims = [dim for dim in differing_dims(shapes) if dim in inserted_dims]
@@ -366,7 +372,8 @@ def _own_row_place(site: EquationPair, indices: Relation) -> Split | None:
     if row_indices is None:
         return None
     column, row_dim, other_columns = row_indices
-    sizes, place = sizes_of_dim(shapes, row_dims[0]), Split(row_dim)
+    sizes = sizes_of_dim(shapes, row_dims[0])
+    place = Split(row_dim)
     counts_rows = all(
         np.array_equal(values.reshape(-1), np.arange(size))
         for values, size in zip((column.whole_values, column.piece_values), sizes, strict=True)
@@ -379,11 +386,14 @@ def dynamic_slice(site: EquationPair, relations: Sequence[Relation]) -> list[Rel
 
     Along dims of rows it must have all entries.
     """
-    num_arrays, slice_shapes = 1, site.result_shapes()
+    num_arrays = 1
+    slice_shapes = site.result_shapes()
     if site.name == "dynamic_update_slice":
-        num_arrays, slice_shapes = 2, site.operand_shapes(1)
+        num_arrays = 2
+        slice_shapes = site.operand_shapes(1)
     operands = resolve_numbers(site, relations)
-    if unknown := first_unknown(operands):
+    unknown = first_unknown(operands)
+    if unknown:
         return [unknown]
     if not all(map(is_exactly_same, operands[num_arrays:])):
         return [site.unknown("mixes")]

@@ -125,7 +125,8 @@ def _common_relation(site: EquationPair, before: Relation, after: Relation) -> R
         relation.as_same() if isinstance(relation, Known) else relation
         for relation in (before, after)
     ]
-    if unknown := first_unknown(relations):
+    unknown = first_unknown(relations)
+    if unknown:
         return unknown
     if not all(isinstance(relation, Same | Split | Total) for relation in relations):
         return relations[0] if relations[0] == relations[1] else site.unknown("loop")
@@ -170,7 +171,8 @@ def cond(proof: ProofSettings, site: EquationPair, relations: list[Relation]) ->
 
     The index of the branch must be the same in the whole trace and in every piece.
     """
-    branch_index, operands = relations[0], relations[1:]
+    branch_index = relations[0]
+    operands = relations[1:]
     branches = list(zip(*site.both_params("branches"), strict=False))
     if any(len(functions) != len(branches) for functions in site.both_params("branches")):
         return unknown_results(site, relations, "traces")
@@ -216,7 +218,8 @@ def _scan_over_rows(
     bodies = site.both_params("jaxpr")
     start = scan_parts(site.whole_eqn, relations)[1]
     consts, _, scanned = scan_parts(site.whole_eqn, resolve_numbers(site, relations))
-    num_consts, num_carry = len(consts), len(start)
+    num_consts = len(consts)
+    num_carry = len(start)
     unknown = first_unknown([*consts, *scanned]) or site.unknown("loop")
     unscaled = all(map(is_exactly_same, consts))
     unscaled &= all(relation == Split(0) or is_exactly_same(relation) for relation in scanned)

@@ -54,7 +54,9 @@ def reshape(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]
     inner] in the piece trace. If a result dim holds the pieces and some of the outer entries, these
     are its blocks.
     """
-    relation, old_shapes, new_shapes = relations[0], site.operand_shapes(), site.result_shapes()
+    relation = relations[0]
+    old_shapes = site.operand_shapes()
+    new_shapes = site.result_shapes()
     dims_order = site.params["dimensions"] or range(len(old_shapes[0]))
     old_shapes = (
         tuple(old_shapes[0][dim] for dim in dims_order),
@@ -105,7 +107,8 @@ def _keeps_differing_dims(old_shapes: Shapes, new_shapes: Shapes) -> bool:
 
 def broadcast(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Repeat entries along new dims."""
-    relation, dims = relations[0], site.params["broadcast_dimensions"]
+    relation = relations[0]
+    dims = site.params["broadcast_dimensions"]
     if isinstance(relation, Split):
         dim = dims[relation.dim]
         same_sizes = all(
@@ -166,7 +169,8 @@ def take_along_split(
       piece_entries: the same in the piece trace.
       sizes: the sizes of the operand's split dim in the whole trace and in the piece trace.
     """
-    num_pieces, block_size = site.num_pieces, sizes[1] // relation.blocks
+    num_pieces = site.num_pieces
+    block_size = sizes[1] // relation.blocks
     if whole_entries.size != piece_entries.size * num_pieces or piece_entries.size == 0:
         return site.unknown("mixes")
     block, j = np.divmod(piece_entries, block_size)
@@ -190,7 +194,8 @@ def slice_entries(site: EquationPair, relations: Sequence[Relation]) -> list[Rel
     Dims that are not split must have the same bounds in both traces. Along dims of equal entries
     any slice is right.
     """
-    relation, shapes = relations[0], site.operand_shapes()
+    relation = relations[0]
+    shapes = site.operand_shapes()
     ranges = [
         [
             range(*bounds)
@@ -247,7 +252,8 @@ def rev(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
 
 def tile(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Repeat all entries of dims, one copy after the other, but not along the dim of rows."""
-    relation, repeats = relations[0], site.both_params("reps")
+    relation = relations[0]
+    repeats = site.both_params("reps")
     repeats_rows = isinstance(relation, Split) and repeats[0][relation.dim] != 1
     uneven = any(
         times[0] != times[1] and sizes_of_dim(site.operand_shapes(), dim) != (1, 1)
@@ -289,13 +295,15 @@ def concatenate(site: EquationPair, relations: Sequence[Relation]) -> list[Relat
             return [columns]
         return [joined]
     operands = resolve_numbers(site, relations)
-    if unknown := first_unknown(operands):
+    unknown = first_unknown(operands)
+    if unknown:
         return [unknown]
     parts = [
         operand if isinstance(operand, Split) else as_split(site, operand, i)
         for i, operand in enumerate(operands)
     ]
-    blocks, block_size = 0, None
+    blocks = 0
+    block_size = None
     for i, part in enumerate(parts):
         if not isinstance(part, Split) or part.dim != dim:
             return [_cannot_concatenate(site, part)]
@@ -350,7 +358,9 @@ def _columns(site: EquationPair, relations: Sequence[Relation]) -> Columns | Non
 
 def split(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Cut a dim into slices."""
-    relation, dim, part_sizes = relations[0], site.params["axis"], site.both_params("sizes")
+    relation = relations[0]
+    dim = site.params["axis"]
+    part_sizes = site.both_params("sizes")
     if isinstance(relation, Split) and relation.dim == dim:
         whole_bounds, piece_bounds = (np.cumsum((0, *lengths)) for lengths in part_sizes)
         sizes = sizes_of_dim(site.operand_shapes(), dim)
@@ -373,7 +383,8 @@ def unstack(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]
     """Cut a dim into its entries, which must not be the dim of rows, as `q, k, v = x` does from jax
     0.12 on.
     """
-    relation, dim = relations[0], site.params["axis"]
+    relation = relations[0]
+    dim = site.params["axis"]
     if dim in differing_dims(site.operand_shapes()):
         return [site.unknown("mixes")] * site.num_results
     if isinstance(relation, Split):
@@ -383,7 +394,8 @@ def unstack(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]
 
 def stack(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Join operands along a new dim."""
-    joined, dim = join(site, relations), site.params["axis"]
+    joined = join(site, relations)
+    dim = site.params["axis"]
     if isinstance(joined, Split):
         joined = joined.moved_to(joined.dim + (joined.dim >= dim))
     return [joined]

@@ -129,7 +129,8 @@ def _compress(array: np.ndarray) -> np.ndarray:
 def _compute(
     eqn: JaxprEqn, shape: tuple[int, ...], args: list[np.ndarray], max_size: int
 ) -> np.ndarray | None:
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
+    params = eqn.params
     dtype = getattr(eqn.outvars[0].aval, "dtype", None)
     if not isinstance(dtype, np.dtype) or dtype.kind not in "biufcV":
         return None
@@ -141,7 +142,8 @@ def _compute(
         array = np.asarray(ENTRY_BY_ENTRY[name](*args)).astype(dtype)
         return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
     if name == "iota":
-        size, dim = shape[params["dimension"]], params["dimension"]
+        size = shape[params["dimension"]]
+        dim = params["dimension"]
         if size > max_size:
             return None
         return (
@@ -217,11 +219,9 @@ def relation_of_numbers(known: Known, shapes: Shapes, num_pieces: int, dtype: An
       num_pieces: n. All pieces have the same numbers.
       dtype: the dtype of the value, to whose rounding the ratio is exact.
     """
-    whole_values, piece_values, dims = (
-        known.whole_values,
-        known.piece_values,
-        differing_dims(shapes),
-    )
+    whole_values = known.whole_values
+    piece_values = known.piece_values
+    dims = differing_dims(shapes)
     # with size 1 along dims where the shapes differ: equal entries
     if whole_values.shape == piece_values.shape:
         ratio = _common_ratio(whole_values, piece_values, num_pieces, dtype)

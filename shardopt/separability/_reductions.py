@@ -28,7 +28,8 @@ def reduce_sum(site: EquationPair, relations: Sequence[Relation]) -> list[Relati
     Over the split dim, sum_W = r (sum_P0 + ... + sum_Pn-1). Over a dim of equal entries, the sum is
     an entry times the size.
     """
-    relation, dims = relations[0], site.params["axes"]
+    relation = relations[0]
+    dims = site.params["axes"]
     equal_dims = [
         dim
         for dim in differing_dims(site.operand_shapes())
@@ -51,7 +52,8 @@ def reduce_extreme(site: EquationPair, relations: Sequence[Relation]) -> list[Re
 
     Over the split dim, the extreme of the whole batch is the extreme of the pieces' extremes.
     """
-    relation, dims = relations[0], site.params["axes"]
+    relation = relations[0]
+    dims = site.params["axes"]
     if site.name in ("reduce_or", "reduce_and") and site.dtype != bool:  # of bits
         return reduce_other(site, relations)
     if isinstance(relation, Extreme) and EXTREMES[site.name] == relation.kind:
@@ -232,7 +234,8 @@ def convolution(site: EquationPair, relations: Sequence[Relation]) -> list[Relat
     Rows may be the batch dim of the images. Or they are the groups of features, of a convolution
     with one kernel for each row.
     """
-    numbers, groups = site.params["dimension_numbers"], site.both_params("feature_group_count")
+    numbers = site.params["dimension_numbers"]
+    groups = site.both_params("feature_group_count")
     image, kernel = relations
     uneven_dims = [differing_dims(site.operand_shapes(i)) for i in (0, 1)]
     image_dim, group_dim, kernel_dim = *numbers.lhs_spec[:2], numbers.rhs_spec[0]

@@ -307,13 +307,12 @@ class EquationPair:
         num_pieces: int,
         callers: tuple[JaxprEqn, ...] = (),
     ):
-        self.whole_eqn, self.piece_eqn, self.num_pieces, self.callers = (
-            whole_eqn,
-            piece_eqn,
-            num_pieces,
-            callers,
-        )
-        self.name, self.params = library_name(whole_eqn.primitive), whole_eqn.params
+        self.whole_eqn = whole_eqn
+        self.piece_eqn = piece_eqn
+        self.num_pieces = num_pieces
+        self.callers = callers
+        self.name = library_name(whole_eqn.primitive)
+        self.params = whole_eqn.params
         self.op = Operation(whole_eqn, callers)
 
     def operand_shapes(self, i: int = 0) -> Shapes:

@@ -76,7 +76,8 @@ def apply_rule(site: EquationPair, relations: Sequence[Relation]) -> list[Relati
     rule = TABLE.get(site.name)
     if rule is None or not all(map(_combines_by_name, (site.whole_eqn, site.piece_eqn))):
         return unknown_results(site, relations, "primitive")
-    if (numbers := fold_constants(site, relations)) is not None:
+    numbers = fold_constants(site, relations)
+    if numbers is not None:
         return [numbers]
     results = [
         checked(site, i, relation) for i, relation in enumerate(_results(site, rule, relations))
@@ -96,7 +97,8 @@ def _results(site: EquationPair, rule: Rule, relations: Sequence[Relation]) -> l
         return [_apply_to_parts(site, rule, relations)] * site.num_results
     if not rule.raw:
         relations = resolve_numbers(site, relations)
-        if unknown := first_unknown(relations):
+        unknown = first_unknown(relations)
+        if unknown:
             return [unknown] * site.num_results
         for relation in relations:
             if not isinstance(relation, rule.accepts):
@@ -151,7 +153,8 @@ def _apply_to_parts(site: EquationPair, rule: Rule, relations: Sequence[Relation
 
     If f is linear, it is f(Q) + f(T).
     """
-    if unknown := first_unknown(relations):
+    unknown = first_unknown(relations)
+    if unknown:
         return unknown
     added_relations = [
         relation

@@ -117,7 +117,8 @@ def _matching_equations(
     position = 0
     for whole_eqn in whole_eqns:
         next_eqns = piece_eqns[position : position + 1]
-        if (broadcast := omitted_broadcast(whole_eqn, next_eqns, piece_var_of)) is not None:
+        broadcast = omitted_broadcast(whole_eqn, next_eqns, piece_var_of)
+        if broadcast is not None:
             yield whole_eqn, broadcast
         elif position < len(piece_eqns) and _same_kind(whole_eqn, piece_eqns[position]):
             yield whole_eqn, piece_eqns[position]
@@ -246,7 +247,8 @@ def _take_along_axis(site: EquationPair, relations: Sequence[Relation], axis: in
     an entry at its own place along all dims but one.
     """
     operands = resolve_numbers(site, relations)
-    if unknown := first_unknown(operands):
+    unknown = first_unknown(operands)
+    if unknown:
         return unknown
     if axis in differing_dims(site.operand_shapes(0)) or not all(
         isinstance(operand, Same | Split) and operand.ratio == 1 for operand in operands
@@ -267,7 +269,8 @@ def _row_maximum(site: EquationPair, relations: Sequence[Relation]) -> Relation:
 
     Devices along context take their maximum.
     """
-    if unknown := first_unknown(relations):
+    unknown = first_unknown(relations)
+    if unknown:
         return unknown
     (operand,) = resolve_numbers(site, relations)
     if is_drawn(operand):  # devices draw other numbers, and all would see their maximum
@@ -284,7 +287,8 @@ def _attention(site: EquationPair, relations: Sequence[Relation]) -> Relation:
     attention combines the positions of all devices along context, so its result for a position is
     the same as on one device.
     """
-    if unknown := first_unknown(relations):
+    unknown = first_unknown(relations)
+    if unknown:
         return unknown
     # its scale, window and softcap are numbers in the function
     operations = [
@@ -333,7 +337,8 @@ def _linear_solve(
     again, and the relation of the right side: jax does not check the result of the solver. The
     transposed solver maps cotangents, and an iteration that stops early is not linear.
     """
-    consts, start = {}, 0
+    consts = {}
+    start = 0
     for name, count in site.params["const_lengths"]._asdict().items():
         consts[name] = relations[start : start + count]
         start += count
@@ -345,7 +350,8 @@ def _linear_solve(
             return list(operands)
         return proof.relate(site, jaxprs[0], jaxprs[1], [*consts[name], *operands])
 
-    solution, sides = follow("solve", right_sides), resolve_numbers(site, relations)[start:]
+    solution = follow("solve", right_sides)
+    sides = resolve_numbers(site, relations)[start:]
     for name in ("matvec", "vecmat"):
         products = follow(name, solution)
         # rows of a product may stand for equal rows of a right side
@@ -389,7 +395,8 @@ def _collective(
 
     Over other axes the collective does the same for every piece.
     """
-    if unknown := first_unknown(relations):
+    unknown = first_unknown(relations)
+    if unknown:
         return [unknown] * site.num_results
     named_axes = site.params.get("axes", site.params.get("axis_name", ()))
     axes = tuple(named_axes) if isinstance(named_axes, tuple | list | frozenset) else (named_axes,)

@@ -44,7 +44,8 @@ def average_of(state: TrainState) -> TrainState:
     sources = _sources(state)
     paths, leaves = map(list, zip(*leaves_with_paths(state.params), strict=True))
     indices = [i for i, path in enumerate(paths) if path in sources]
-    args, old = [sources[paths[i]] for i in indices], [leaves[i] for i in indices]
+    args = [sources[paths[i]] for i in indices]
+    old = [leaves[i] for i in indices]
     program = _program(
         tuple((leaf.shape, leaf.dtype) for leaf in old), tuple(leaf.sharding for leaf in old)
     )
@@ -101,7 +102,8 @@ def _sources(state: TrainState) -> dict[str, Source]:
     def stops(node):
         return is_average(node) or is_schedule_free(node)
 
-    params, sources = dict(leaves_with_paths(state.params)), dict[str, Source]()
+    params = dict(leaves_with_paths(state.params))
+    sources = dict[str, Source]()
     repeated: list[str] = []
     for node in filter(stops, jax.tree.leaves(state.opt_state, is_leaf=stops)):
         if is_average(node):
@@ -154,7 +156,8 @@ def _program(
             (average,) = source
             return (average if average.shape == shape else jnp.mean(average, 0)).astype(dtype)
         y, z, b1 = source
-        y, z = y.astype(wide_dtype(dtype)), z.astype(wide_dtype(dtype))
+        y = y.astype(wide_dtype(dtype))
+        z = z.astype(wide_dtype(dtype))
         b1 = b1.astype(jnp.finfo(y.dtype).dtype)
         # as optax.contrib.schedule_free_eval_params
         return (y / b1 + (1 - 1 / b1) * z).astype(dtype)

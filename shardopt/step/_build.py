@@ -263,7 +263,9 @@ def build(
     cache = caches["global" if config.loss.view == "global" else "per_device"]
     steps = intake_of(config, training=True)
     evaluations = intake_of(config.of_evaluation, training=False)
-    states, counter, limit = States(config, cache), StepCounter(config), limit_in_flight(config)
+    states = States(config, cache)
+    counter = StepCounter(config)
+    limit = limit_in_flight(config)
     functions = StrategyFunctions(
         config,
         caches,

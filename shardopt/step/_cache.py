@@ -24,7 +24,8 @@ class LayoutCache(Generic[_Compiled]):
     def __init__(
         self, config: StrategyConfig, compile_for: Callable[[StrategyConfig, Layout], _Compiled]
     ):
-        self._config, self._compile = config, compile_for
+        self._config = config
+        self._compile = compile_for
         self._compiled: dict[Hashable, _Compiled] = {}
         self._last: _Compiled | None = None
 

@@ -33,7 +33,8 @@ def check_traced(config: StrategyConfig, leaves: Sequence[jax.Array]) -> None:
     Raises:
       TypeError: if axes are Explicit, or `jax.set_mesh` was called with other axes.
     """
-    user_mesh, our_axes = jax.sharding.get_abstract_mesh(), config.mesh.axis_names
+    user_mesh = jax.sharding.get_abstract_mesh()
+    our_axes = config.mesh.axis_names
     explicit = any(
         AxisType.Explicit in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves
     )

@@ -86,7 +86,8 @@ def check_own_rows(
         shares pass other rows. If a leaf that all rows share differs.
     """
     shared = [_part(digest, "shared") for digest in digests]
-    if listed := _differing(shared, processes):
+    listed = _differing(shared, processes)
+    if listed:
         problem = "leaves that all rows share differ between processes."
         fix = "pass the same values on all processes, or name the dim of rows in batch_dims."
         raise value_error(problem, listed, fix)

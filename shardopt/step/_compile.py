@@ -42,7 +42,9 @@ class AotCompiled:
         jitted: jax.stages.Wrapped,
         donated: DonatedState | None = None,
     ):
-        self.config, self.jitted, self.donated = config, jitted, donated
+        self.config = config
+        self.jitted = jitted
+        self.donated = donated
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}
 
     def __call__(self, *args: PyTree) -> PyTree:

@@ -67,7 +67,8 @@ class Totals:
         """
         check_state(self._config, state)
         check_values(self._config, batch)
-        size, pieces = check_rows(self._config, batch), self._pieces
+        size = check_rows(self._config, batch)
+        pieces = self._pieces
         if size == 0:
             return
         if self._views.of(self._layouts.of(state.params), batch) == "global":
@@ -89,7 +90,8 @@ class Totals:
         """Return why the loss is not proved to be a (weighted) mean over rows, so that batches may
         not add up to the loss of a set; None if it is.
         """
-        config, layout = self._config, self._layouts.of(state.params)
+        config = self._config
+        layout = self._layouts.of(state.params)
         batch = abstract(batch)
         if config.loss.separable or len(row_counts(config, batch)) != 1:
             return None

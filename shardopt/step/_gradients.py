@@ -254,13 +254,15 @@ class _MicroBatches:
         def constrain_sums(sums):
             return constrain_tensor(sums, specs)
 
-        count, cut_rows = self.config.loss.micro_batches, functools.partial(cut, self.config)
+        count = self.config.loss.micro_batches
+        cut_rows = functools.partial(cut, self.config)
         return accumulate(
             self.run, self.inputs.batch, count, constrain_sums, self.sum_weights, cut_rows
         )
 
     def run(self, micro_batch, index, weights=None):
-        config, sharded = self.config, self.config.placement
+        config = self.config
+        sharded = self.config.placement
         trained = self.layout.trained_leaves(self.inputs.params)
         probe = jnp.zeros(LIMBS) if config.sums and config.gathers else None
         differentiate = jax.grad(self.objective, argnums=(0, 1), has_aux=True)
@@ -284,7 +286,8 @@ class _MicroBatches:
         return all_reduce([x.sum(0) for x in self.losses().loss.weight], self.config.axes.summed)
 
     def losses(self) -> LossParts:
-        config, tree = self.config, self.layout.treedef.unflatten(self.inputs.params)
+        config = self.config
+        tree = self.layout.treedef.unflatten(self.inputs.params)
 
         def run(rows, index):
             return loss_of_rows(config, self.layout, tree, rows, self.key(index))
@@ -294,7 +297,8 @@ class _MicroBatches:
         )
 
     def key(self, index: jax.Array) -> jax.Array | None:
-        config, inputs = self.config, self.inputs
+        config = self.config
+        inputs = self.inputs
 
         def numbers():
             count = config.loss.micro_batches

@@ -85,7 +85,8 @@ def read_batch(config: StrategyConfig, batch: PyTree) -> HostBatch:
     """
     batch, is_global = unwrap(batch)
     arrays = as_arrays(config.strategy, batch)
-    if key_paths := [path for path, leaf in leaves_with_paths(arrays) if is_key(leaf)]:
+    key_paths = [path for path, leaf in leaves_with_paths(arrays) if is_key(leaf)]
+    if key_paths:
         problem = "several processes cannot pass random keys in a batch."
         fix = "let the loss take a keyword rng: a new key each step, other numbers on each device."
         raise TypeError(format_error(config.strategy, problem, key_paths, fix))
@@ -135,7 +136,8 @@ def to_text(tree: PyTree) -> str | None:
 def from_text(text: str) -> PyTree:
     """Return the batch of `to_text`."""
     content = json.loads(text)
-    registry, structure = jax.tree_util.default_registry, base64.b64decode(content["structure"])
+    registry = jax.tree_util.default_registry
+    structure = base64.b64decode(content["structure"])
     treedef = jax.tree_util.PyTreeDef.deserialize_using_proto(registry, structure)
     return treedef.unflatten([_decoded(leaf) for leaf in content["leaves"]])
 

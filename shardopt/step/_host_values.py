@@ -40,7 +40,8 @@ class States:
     """
 
     def __init__(self, config: StrategyConfig, cache: LayoutCache[CompiledStep]):
-        self._config, self._cache = config, cache
+        self._config = config
+        self._cache = cache
         self._checked: set[int] = set()
 
     def call(
@@ -239,7 +240,8 @@ def _fits(array: Any, expected: jax.ShapeDtypeStruct) -> bool:
         return False
     if not jnp.issubdtype(expected.dtype, jnp.integer) or not array.size:
         return True
-    limits, values = jnp.iinfo(expected.dtype), np.asarray(array)
+    limits = jnp.iinfo(expected.dtype)
+    values = np.asarray(array)
     return bool(values.min() >= limits.min and values.max() <= limits.max)
 
 

@@ -50,7 +50,8 @@ def first_state(
     ):  # init must copy parameters to devices
         key = typed_key(rng)
         check_not_traced(params, key)
-        init_key, params = key if rng is None else rng, params_as_arrays(params)
+        init_key = key if rng is None else rng
+        params = params_as_arrays(params)
         shapes = jax.eval_shape(params, init_key) if is_init_fn(params) else params
         if not isinstance(rows, RowsOfOne):
             # only several processes load it

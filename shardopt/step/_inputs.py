@@ -195,7 +195,8 @@ def check_rows(config: StrategyConfig, batch: PyTree) -> int | None:
         devices or replicas see different rows, and no array has rows or the numbers of rows differ.
     """
     check_row_dims(config, batch)
-    counts, has_arrays = row_counts(config, batch), any(map(np.ndim, jax.tree.leaves(batch)))
+    counts = row_counts(config, batch)
+    has_arrays = any(map(np.ndim, jax.tree.leaves(batch)))
     if len(counts) == 1:
         return next(iter(counts))
     if has_arrays and config.has_global_view and not config.per_replica:
@@ -235,7 +236,8 @@ def check_batch(
     if size is None:  # then the view is global, for another reason
         check_positions(config, batch)
         return False
-    axes, micro_batches = data_axes(config.mesh), config.loss.micro_batches
+    axes = data_axes(config.mesh)
+    micro_batches = config.loss.micro_batches
     devices = size_along(config.mesh.shape, axes)
     pieces = devices * micro_batches
     if size == 0 or size % pieces:
@@ -290,7 +292,8 @@ def _check_64_bits(config: StrategyConfig, batch: PyTree) -> None:
         stored = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
         if stored.bits == 64:
             continue
-        lowest, highest = leaf.min(), leaf.max()
+        lowest = leaf.min()
+        highest = leaf.max()
         if lowest < stored.min or highest > stored.max:
             too_large.append(f"{path or 'batch'}: {leaf.dtype} from {lowest} to {highest}")
     if too_large:

@@ -73,7 +73,9 @@ class Norms:
         }
 
     def _by_path(self, row: int) -> dict[str, np.ndarray]:
-        values, start, norms = np.asarray(jax.device_get(self.values))[row], 0, {}
+        values = np.asarray(jax.device_get(self.values))[row]
+        start = 0
+        norms = {}
         for path, length in self.layers:
             norms[path] = values[start] if length is None else values[start : start + length]
             start += 1 if length is None else length
@@ -121,7 +123,8 @@ def _squares(
     """
     squares = jnp.square(jnp.abs(widened(leaf)))
     total = jnp.sum(squares, axis=tuple(range(1, leaf.ndim)) if plan.stacked else None).reshape(-1)
-    if copied_over := [axis for axis in mesh_axes if axis not in spec_axes(spec)]:
+    copied_over = [axis for axis in mesh_axes if axis not in spec_axes(spec)]
+    if copied_over:
         is_first = jnp.stack([jax.lax.axis_index(axis) == 0 for axis in copied_over]).all()
         total = jnp.where(is_first, total, jnp.zeros_like(total))
     if not plan.stacked or total.size == plan.shape[0]:

@@ -165,7 +165,8 @@ class ShardedOptimizer(NamedTuple):
         Raises:
           TypeError: if it is unknown how the strategy was made.
         """
-        strategy, recipe = self.config.strategy, self.config.recipe
+        strategy = self.config.strategy
+        recipe = self.config.recipe
         if recipe is None:
             problem = "it is unknown how this strategy was made, so another process cannot make it."
             fix = "send the optimizer and the loss, and make the strategy there."

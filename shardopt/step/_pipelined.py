@@ -104,10 +104,8 @@ class Pipelined:
                 *([plan.tensor for plan in plans] for plans in (block_plans, outer_plans))
             ),
         )
-        block_grads, outer_grads = (
-            _as_stored(sums.blocks, block_plans),
-            _as_stored(sums.outer, outer_plans),
-        )
+        block_grads = _as_stored(sums.blocks, block_plans)
+        outer_grads = _as_stored(sums.outer, outer_plans)
         # Gradients of blocks that are sharded within the loop are reduced already: their sums say
         # nothing of a device.
         local_grads = [
@@ -123,7 +121,8 @@ class Pipelined:
             block_grads = reduce_scatter_grads(config.wire, block_grads, block_plans)
         if config.placement.grads:
             outer_grads = reduce_scatter_grads(config.wire, outer_grads, outer_plans)
-        next_block, next_outer = iter(block_grads), iter(outer_grads)
+        next_block = iter(block_grads)
+        next_outer = iter(outer_grads)
         grads = [next(next_block if plan.stacked else next_outer) for plan in layout.trained]
         return [*grads, *limbs], sums.parts
 
@@ -175,7 +174,8 @@ class Pipelined:
         """Return the model in one step; it gathers the outer parameters."""
         model = as_block_model(with_rows(row_context(config), config.loss.loss_fn))
         assert model is not None
-        params, batch = inputs.params, inputs.batch
+        params = inputs.params
+        batch = inputs.batch
         micro_batches, assemble = cut(config, batch, config.loss.micro_batches)
         if config.gathers:
             _, outer = _block_and_outer(layout)

@@ -67,7 +67,9 @@ class Repeats:
         counter: StepCounter,
         rows: Rows,
     ):
-        self._config, self._cache, self._counter = config, cache, counter
+        self._config = config
+        self._cache = cache
+        self._counter = counter
         self._is_alone = isinstance(rows, RowsOfOne) and jax.process_count() == 1
         self._forms: dict[Hashable, KnownForm] = {}
 

@@ -20,7 +20,8 @@ class Reports:
     """
 
     def __init__(self, config: StrategyConfig, views: Views):
-        self._config, self._views = config, views
+        self._config = config
+        self._views = views
         # by id: the layouts are kept alive with them
         self._owners: dict[int, tuple[Layout, Owners | None]] = {}
 

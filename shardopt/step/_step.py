@@ -38,7 +38,8 @@ def compile_step(
             shardings(config.mesh, layout.specs),
         )
     )
-    replicated, donated = config.home.shardings(PartitionSpec()), DonatedState(config.mesh)
+    replicated = config.home.shardings(PartitionSpec())
+    donated = DonatedState(config.mesh)
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
         taken = take_step(state, batch)

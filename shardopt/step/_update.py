@@ -49,10 +49,8 @@ def apply_update(
     def place(tree, specs):
         return jax.lax.with_sharding_constraint(tree, shardings(config.mesh, specs))
 
-    grads, shards = (
-        place(gradients.grads, shard_specs),
-        place(layout.trainable(params), shard_specs),
-    )
+    grads = place(gradients.grads, shard_specs)
+    shards = place(layout.trainable(params), shard_specs)
     frozen = layout.treedef.flatten_up_to(params)
 
     def loss_at(trained: PyTree) -> jax.Array:
@@ -67,7 +65,9 @@ def apply_update(
     )
     check_same_form(config.strategy, opt_state, new_opt_state)
     check_updates(config.strategy, shards, updates)
-    old_opt_state, opt_state, change = opt_state, new_opt_state, Change(grads, updates, shards)
+    old_opt_state = opt_state
+    opt_state = new_opt_state
+    change = Change(grads, updates, shards)
     shards = place(optax.apply_updates(shards, updates), shard_specs)
     new_params = layout.merge(frozen, jax.tree.leaves(shards))
     with_updated = _replace_updated(config, layout, new_params, gradients.updates)
@@ -89,7 +89,8 @@ def all_gather_params(config: StrategyConfig, layout: Layout, params: PyTree) ->
     The gather runs in the per-device view. The partitioner would gather leaf by leaf, and between
     processes on CPU each gather is a round trip.
     """
-    axes, sharded = config.axes, config.placement
+    axes = config.axes
+    sharded = config.placement
     if sharded.opt_state and not sharded.params:
         wires = [
             LeafWire(plan.dim, plan.tensor, plan.axes).stacked(len(axes.stacked))
@@ -156,7 +157,8 @@ def gradient_norm(config: StrategyConfig, layout: Layout, grads: PyTree) -> jax.
     It runs in the per-device view, with one sum for each set of axes that leaves are sharded over.
     The partitioner would sum leaf by leaf, and between processes on CPU each sum is a round trip.
     """
-    specs, stacked = layout.reduce.grad_specs(config, layout), config.axes.stacked
+    specs = layout.reduce.grad_specs(config, layout)
+    stacked = config.axes.stacked
 
     def local_norm(leaves):
         totals: dict[tuple[str, ...], jax.Array] = {}

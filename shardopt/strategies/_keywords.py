@@ -46,7 +46,8 @@ def with_options(strategy: Strategy) -> Strategy:
     name = strategy.__name__
     *named, variable = inspect.signature(strategy).parameters.values()
     (group,) = get_args(get_type_hints(strategy)[variable.name])
-    types, options = get_type_hints(group), records(group)
+    types = get_type_hints(group)
+    options = records(group)
     keywords = [_parameter(option, types[option], record) for option, record in options.items()]
     signature = inspect.signature(strategy).replace(parameters=[*named, *keywords])
     defaults = {option: record.default for option, record in options.items()}
@@ -54,7 +55,8 @@ def with_options(strategy: Strategy) -> Strategy:
     @api_boundary
     @functools.wraps(strategy)
     def with_defaults(*args: Any, **arguments: Any) -> Any:
-        if unknown := [argument for argument in arguments if argument not in signature.parameters]:
+        unknown = [argument for argument in arguments if argument not in signature.parameters]
+        if unknown:
             raise TypeError(_unknown_keywords(name, unknown, list(signature.parameters)))
         with calling(name):
             opt = strategy(*args, **(defaults | arguments))

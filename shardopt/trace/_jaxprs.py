@@ -78,7 +78,8 @@ def cost_of(eqn: JaxprEqn, cost: Callable[[JaxprEqn], float | None]) -> float:
     A scan costs its length times its body, a `cond` its most expensive branch, a `while` loop of
     unknown length one turn.
     """
-    if (known := cost(eqn)) is not None:
+    known = cost(eqn)
+    if known is not None:
         return known
     costs = [sum(cost_of(inner, cost) for inner in jaxpr.eqns) for jaxpr in called_jaxprs(eqn)]
     if eqn.primitive.name == "cond":

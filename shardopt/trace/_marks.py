@@ -141,6 +141,7 @@ def named_values(jaxpr: ClosedJaxpr | Jaxpr) -> dict[str, list[ShapedArray]]:
     """
     values_by_name: dict[str, list[ShapedArray]] = {}
     for eqn in equations(jaxpr):
-        if (name := value_name(eqn.primitive, eqn.params)) is not None:
+        name = value_name(eqn.primitive, eqn.params)
+        if name is not None:
             values_by_name.setdefault(name, []).append(eqn.outvars[0].aval)  # pyright: ignore[reportArgumentType]
     return values_by_name

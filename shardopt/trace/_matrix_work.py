@@ -23,7 +23,8 @@ class Groups:
     """
 
     def __init__(self, trace: Trace, min_elements: int):
-        self.trace, self.min_elements = trace, min_elements
+        self.trace = trace
+        self.min_elements = min_elements
         self._parent: dict[jex.Var, jex.Var] = {}
         for eqn in trace.jaxpr.eqns:
             members = self._members(eqn)

@@ -92,7 +92,8 @@ def slice_of(
     """Return the indices of the equations that compute `wanted` from the variables `stop`, and the
     `stop` that they read.
     """
-    equations, stops_read = set(extra), {}
+    equations = set(extra)
+    stops_read = {}
     pending = [var for var in wanted if not isinstance(var, jex.Literal)]
     pending += [var for i in equations for var in inputs_of(trace.jaxpr.eqns[i])]
     while pending:
@@ -160,7 +161,8 @@ def fewest_bytes(
     """
     index_of = {var: i for i, var in enumerate(variables)}
     count = len(index_of)
-    source, sink = 2 * count, 2 * count + 1
+    source = 2 * count
+    sink = 2 * count + 1
     unit = max(sum(map(bytes_of, variables)) / (MOST // 2), 1.0)
     # a variable is an edge from its entry node to its exit node
     edges = {(i, count + i): max(math.ceil(bytes_of(var) / unit), 1) for var, i in index_of.items()}

@@ -174,7 +174,8 @@ def split_evaluate(
     """
     if evaluate is None:
         return None, None
-    function, every = evaluate, None
+    function = evaluate
+    every = None
     if isinstance(evaluate, tuple) and len(evaluate) == 2:
         function, every = cast(tuple[Evaluate, int | None], evaluate)
         if every is not None:

@@ -128,7 +128,8 @@ class Evaluation:
         state = select_params("evaluation", state, self.params)
         sums: dict[str, Metric] = {}
         batches, _ = unwrap(self.batches)
-        done, total = 0, len(batches) if isinstance(batches, Sized) else None
+        done = 0
+        total = len(batches) if isinstance(batches, Sized) else None
         # Results are fetched one batch late: the device computes one batch while the host prepares
         # the next. So the device holds at most two.
         pending = None
@@ -139,7 +140,8 @@ class Evaluation:
             if done == 2:
                 self._warn_of_mixing(state, batch)
             for parts in self.totals(state, batch):
-                finished, pending = pending, parts
+                finished = pending
+                pending = parts
                 _add(sums, finished)
         _add(sums, pending)
         if show is not None:
@@ -209,7 +211,8 @@ def call_evaluate(
     ]:
         problem = "evaluate must return a dict of numbers."
         raise type_error(problem, not_numbers, "reduce each to one number.")
-    if clashing_names := sorted(set(values) & set(training_names)):
+    clashing_names = sorted(set(values) & set(training_names))
+    if clashing_names:
         problem = f"evaluate returned {quoted(clashing_names)}, which training reports too."
         fix = f"give it another name, such as {f'val_{clashing_names[0]}'!r}."
         raise value_error(problem, fix=fix)

@@ -104,8 +104,11 @@ class Ledger:
         self._seconds[self._first_cause] = (
             self._seconds.get(self._first_cause, 0.0) + time.time() - self._start_time
         )
-        self._phase, self._phase_start = "begin", time.monotonic()
-        self._step, self._has_compiled, self._written = 0, False, 0.0
+        self._phase = "begin"
+        self._phase_start = time.monotonic()
+        self._step = 0
+        self._has_compiled = False
+        self._written = 0.0
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Begin a phase of `fit`.
@@ -119,7 +122,8 @@ class Ledger:
         cause = self._cause()
         self._seconds[cause] = self._seconds.get(cause, 0.0) + now - self._phase_start
         self._has_compiled = self._has_compiled or self._phase == "step"
-        self._phase, self._phase_start = phase, now
+        self._phase = phase
+        self._phase_start = now
         self._step = self._step if step is None else step
         self.write()
 
@@ -130,7 +134,8 @@ class Ledger:
         for attempt in attempts:
             for name, seconds in attempt.seconds.items():
                 sums[name] = sums.get(name, 0.0) + seconds
-        useful, total_seconds = sums.get("useful", 0.0), max(sum(sums.values()), 1e-9)
+        useful = sums.get("useful", 0.0)
+        total_seconds = max(sum(sums.values()), 1e-9)
         lost = {name: sums[name] for name in CAUSES if sums.get(name, 0.0) > 0}
         return Goodput(useful / total_seconds, useful, total_seconds, lost, len(self._earlier))
 

@@ -51,10 +51,12 @@ def hyperparams(state: TrainState) -> dict[str, float | np.ndarray]:
 def set_hyperparams(state: TrainState, values: Mapping[str, Hyperparam]) -> TrainState:
     """Return the state with new hyperparameters, as `so.replace` does."""
     injected_by_name = _injected_by_name(state)
-    if unknown := sorted(set(values) - set(injected_by_name)):
+    unknown = sorted(set(values) - set(injected_by_name))
+    if unknown:
         fix = f"choose from {', '.join(sorted(injected_by_name))}."
         raise value_error(f"no hyperparameter is named {quoted(unknown)}.", fix=fix)
-    if scheduled := sorted(name for name in values if injected_by_name[name].scheduled):
+    scheduled = sorted(name for name in values if injected_by_name[name].scheduled)
+    if scheduled:
         problem = f"{quoted(scheduled)} would be overwritten by a schedule at the next step."
         raise value_error(
             problem, fix="inject a number instead of the schedule, and set it as you go."

@@ -64,7 +64,8 @@ def as_loggers(log: Log | Sequence[Log] | None) -> tuple[Log, ...]:
     if log is None:
         return ()
     loggers = log if isinstance(log, list | tuple) and not callable(log) else (log,)
-    if not_callable := [type(logger).__name__ for logger in loggers if not callable(logger)]:
+    not_callable = [type(logger).__name__ for logger in loggers if not callable(logger)]
+    if not_callable:
         problem = f"log must be callables (step, metrics) -> None, got {', '.join(not_callable)}."
         fix = "pass so.training.jsonl(path) or a function of your own."
         raise type_error(problem, fix=fix)
@@ -102,7 +103,8 @@ class _JsonLines:
     """
 
     def __init__(self, path: Path):
-        self._path, self._file = path, None
+        self._path = path
+        self._file = None
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}

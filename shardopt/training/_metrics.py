@@ -45,7 +45,8 @@ class Meter:
         checkpoints: Checkpoints | None = None,
         report_skipped: Callable[[int, int, dict[str, float]], None] = lambda *_: None,
     ):
-        self._checkpoints, self._report_skipped = checkpoints, report_skipped
+        self._checkpoints = checkpoints
+        self._report_skipped = report_skipped
         self._pending: _Pending | None = None
         self._newest_metrics: dict[str, float] = {}
         self._measured_from: float | None = None
@@ -102,7 +103,9 @@ class Meter:
     def restart(self) -> None:
         """Start a new measurement of speed: the time since the last one was not spent on training."""
         if self._measured_from is not None:
-            self._measured_from, self._steps, self._examples = time.perf_counter(), 0, 0
+            self._measured_from = time.perf_counter()
+            self._steps = 0
+            self._examples = 0
 
     def _fetch(self, pending: "_Pending", *, all_metrics: bool) -> dict[str, float]:
         tolerated = pending.tolerated is not None and bool(jax.device_get(pending.tolerated))
@@ -124,7 +127,8 @@ class Meter:
         if self._measured_from is None:
             self._measured_from = now
             return {}
-        self._steps, self._examples = self._steps + 1, self._examples + examples
+        self._steps = self._steps + 1
+        self._examples = self._examples + examples
         if not finished:
             return {}
         seconds = max(now - self._measured_from, 1e-9)
@@ -132,7 +136,9 @@ class Meter:
             "steps_per_second": self._steps / seconds,
             "examples_per_second": self._examples / seconds,
         }
-        self._measured_from, self._steps, self._examples = now, 0, 0
+        self._measured_from = now
+        self._steps = 0
+        self._examples = 0
         return speed
 
 

@@ -51,7 +51,9 @@ class NormLog(Hook):
     """
 
     def __init__(self, opt: ShardedOptimizer, every: int, write_log: Log, step: int):
-        self._opt, self._every, self._write_log = opt, every, write_log
+        self._opt = opt
+        self._every = every
+        self._write_log = write_log
         self._last_step = step
         self._computing: Norms | None = None
         self._pending: tuple[int, Norms] | None = None
@@ -70,7 +72,8 @@ class NormLog(Hook):
         self.at_wait()
         if self._computing is not None:
             self._last_step = step + 1
-            self._pending, self._computing = (step + 1, self._computing), None
+            self._pending = (step + 1, self._computing)
+            self._computing = None
 
     def at_wait(self) -> None:
         """Write the norms of the last step that computed them, unless they are written.

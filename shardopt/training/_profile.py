@@ -32,7 +32,9 @@ class Profiler(Hook):
     """
 
     def __init__(self, directory: Path, steps: tuple[int, int] | None, say: Callable[[str], None]):
-        self._directory, self._steps, self._say = directory, steps, say
+        self._directory = directory
+        self._steps = steps
+        self._say = say
         self._signalled = False
         self._end: int | None = None
         self._annotation = contextlib.ExitStack()
@@ -53,7 +55,8 @@ class Profiler(Hook):
         """Start a profile if one is due, and annotate the step."""
         count = self._steps[1] if self._steps is not None and self._steps[0] == step else None
         if self._signalled and self._end is None:
-            self._signalled, count = False, SIGNALLED_STEPS
+            self._signalled = False
+            count = SIGNALLED_STEPS
         if count is not None and self._end is None:
             jax.profiler.start_trace(str(self._directory))
             self._end = step + count

@@ -324,7 +324,8 @@ def _fits(leaf: Any, value: Any) -> bool:
     if not (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_):
         return False
     widening_order = ["integer", "floating", "complex"]
-    leaf_kind, value_kind = _kind(leaf.dtype), _kind(dtype)
+    leaf_kind = _kind(leaf.dtype)
+    value_kind = _kind(dtype)
     if "boolean" in (leaf_kind, value_kind):
         return leaf_kind == value_kind
     return widening_order.index(value_kind) <= widening_order.index(leaf_kind)
@@ -333,7 +334,8 @@ def _fits(leaf: Any, value: Any) -> bool:
 def _holds(dtype: Any, value: Any) -> bool:
     if isinstance(value, jax.Array) or not jnp.issubdtype(dtype, jnp.integer):
         return True
-    limits, values = jnp.iinfo(dtype), np.asarray(value)
+    limits = jnp.iinfo(dtype)
+    values = np.asarray(value)
     return not values.size or (values.min() >= limits.min and values.max() <= limits.max)
 
 
@@ -348,7 +350,8 @@ def _placed_like(old: jax.Array, value: Any) -> jax.Array:
 
     If the old array is stacked over replicas, each replica gets a copy.
     """
-    impl, dtype = None, old.dtype
+    impl = None
+    dtype = old.dtype
     num_stacked_dims = old.ndim - np.ndim(value)
     if is_key(old):
         # jax puts no typed key on devices of other processes

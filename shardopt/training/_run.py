@@ -149,8 +149,10 @@ class FitRun:
         gives_turn = hasattr(step, "place")
         with turn_of_step(self.stop.turn) if gives_turn else nullcontext():
             next_state, metrics = (take_step or step)(self.state, batch)
-        self.state, self.step = next_state, self.step + 1
-        self.due, self.evaluation_metrics = self.arguments.due(self.step), {}
+        self.state = next_state
+        self.step = self.step + 1
+        self.due = self.arguments.due(self.step)
+        self.evaluation_metrics = {}
         self.is_observed = not (self.due.observe or self.due.evaluate)
         self.stream.release_position()
         for hook in self.hooks:
@@ -215,7 +217,8 @@ class FitRun:
     def observe(self, metrics: dict[str, float]) -> None:
         """Let early stopping see the metrics that are due."""
         arguments = self.arguments
-        rule, checkpoints = arguments.early_stopping, arguments.checkpoints
+        rule = arguments.early_stopping
+        checkpoints = arguments.checkpoints
         if self.due.evaluate or not arguments.evaluates_on_schedule:
             known = metrics | self.evaluation_metrics
             check_metric("early_stopping", rule and rule.metric, known)
@@ -439,7 +442,8 @@ def begin(
     )
     if unfinished is not None:
         due, metrics = unfinished
-        run.due, run.is_observed = Due(*due)._replace(agree=False), False
+        run.due = Due(*due)._replace(agree=False)
+        run.is_observed = False
         meter.resume(metrics)
     stop.run = run
     cleanup.callback(stop.forget_run)

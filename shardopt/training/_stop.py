@@ -69,8 +69,10 @@ class Stop:
         self.run: SavesAtSignal | None = None
         self.must_leave = False
         self._received: list[int] = []
-        self._num_interrupts, self._is_woken = 0, False
-        self._num_batches, self._leave_at = 0, None
+        self._num_interrupts = 0
+        self._is_woken = False
+        self._num_batches = 0
+        self._leave_at = None
         self._is_closed = threading.Event()
         self._main = threading.get_ident()
 

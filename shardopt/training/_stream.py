@@ -105,13 +105,15 @@ class BatchStream:
         rows: "Rows | None" = None,
         while_drawing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
-        self._rows, self._while_drawing = rows, while_drawing
+        self._rows = rows
+        self._while_drawing = while_drawing
         batches, self._are_global = unwrap(batches)
         self._source = Source(batches)
         self._last_batch: PyTree = None
         self._held_position: Callable[[], dict[str, Json]] | None = None
         # of all processes before a restore; of this process since
-        self._restored, self._counts = RowCounts(), RowCounts()
+        self._restored = RowCounts()
+        self._counts = RowCounts()
         # after a restore: the batch drawn to look at its size, and the state before it
         self._next: tuple[PyTree, object] | None = None
         self.drawn = 0
@@ -119,11 +121,13 @@ class BatchStream:
     def draw(self) -> PyTree:
         """Return the next batch, or `END`."""
         with self._while_drawing():
-            batch, self._next = self._look_ahead(), None
+            batch = self._look_ahead()
+            self._next = None
         if batch is END:
             return END
         self._counts = self._counts.with_batch(self._num_rows(batch))
-        self._last_batch, self.drawn = batch, self.drawn + 1
+        self._last_batch = batch
+        self.drawn = self.drawn + 1
         return batch
 
     def _look_ahead(self) -> PyTree:
@@ -159,8 +163,10 @@ class BatchStream:
 
         What takes time, or all processes, waits until it is called.
         """
-        drawn, last_batch = self.drawn, self._last_batch
-        restored, counts = self._restored, self._counts
+        drawn = self.drawn
+        last_batch = self._last_batch
+        restored = self._restored
+        counts = self._counts
 
         def position() -> dict[str, Json]:
             position: dict[str, Json] = {"drawn": drawn, "state": None}
@@ -249,8 +255,10 @@ class BatchStream:
             if refusal is not None:
                 raise refusal
             self._source.set_state(decode_state(state))
-        self.drawn, self._last_batch = count, None
-        self._restored, self._counts = counts, RowCounts()
+        self.drawn = count
+        self._last_batch = None
+        self._restored = counts
+        self._counts = RowCounts()
         return True
 
     def _goes_on(self, state: Mapping[str, Json], counts: RowCounts) -> bool:
@@ -298,7 +306,8 @@ class BatchStream:
         """
         begin_of_last = counts.total - (counts.last or 0)
         checksum = None  # of the rows from there on, where a batch begins there
-        begin, drawn_rows = 0, self._drawn_rows()
+        begin = 0
+        drawn_rows = self._drawn_rows()
         while True:
             if begin == begin_of_last and self._processes_changed(position):
                 checksum = 0

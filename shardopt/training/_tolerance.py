@@ -36,7 +36,8 @@ def tolerated(state: TrainState, num_before: jax.Array) -> jax.Array:
         speaks of the last update, which may be steps ago.
     """
     counts = _counts(state)
-    if anomaly_states := states_of(SkipAnomaliesState, state.opt_state):
+    anomaly_states = states_of(SkipAnomaliesState, state.opt_state)
+    if anomaly_states:
         return _is_skipped(num_before, counts, [anomalies.hopeless for anomalies in anomaly_states])
     replicas = state.opt_state.params if isinstance(state.opt_state, ReplicaStates) else ()
     return _is_harmless(num_before, counts, (state.params, replicas))

@@ -115,7 +115,8 @@ class Verification(Hook):
 
     def due(self, step: int) -> bool:
         """Return whether the step from `step` to `step + 1` is verified."""
-        number, checkpoints = step + 1, self.checkpoints
+        number = step + 1
+        checkpoints = self.checkpoints
         is_saved = is_save_due(checkpoints, number, agree_every=self.log_every)
         is_copied = checkpoints is not None and checkpoints.due_in_memory(number)
         return is_saved or is_copied or number % self.every == 0 or number == self.num_steps
@@ -131,7 +132,8 @@ class Verification(Hook):
     ) -> tuple[TrainState, Metrics]:
         """Take a step on two devices each; raise `SilentCorruptionError` if they differ."""
         verified, placed = verified_step(self.opt, state, batch)
-        self.verified, sizes = verified, dict(verified.config.mesh.shape)
+        self.verified = verified
+        sizes = dict(verified.config.mesh.shape)
         new_state, metrics, first = verified.run(state, placed)
         runs = [first, verified.run(state, placed, 1)[2]]
         recorded = self._recorded(step)
@@ -157,14 +159,14 @@ class Verification(Hook):
         """
         if self.verified is None:
             return leaf_sums(state)
-        config, columns = (
-            self.verified.config,
-            [column for column in self.verified.columns if column.phase == STATE],
-        )
-        sizes, recorded = dict(config.mesh.shape), self._recorded(step)
+        config = self.verified.config
+        columns = [column for column in self.verified.columns if column.phase == STATE]
+        sizes = dict(config.mesh.shape)
+        recorded = self._recorded(step)
         stored = Evidence(0, tuple(columns), state_sums(self.verified, state))
         moment = f"after {plural(step, 'step')}"
-        if (verdict := judge([stored], sizes, recorded)) is not None:
+        verdict = judge([stored], sizes, recorded)
+        if verdict is not None:
             self._fail(verdict._replace(phase=SAVED), step, moment)
         sums = leaf_sums(state)
         if total_of(sums) != total(stored.sums, columns, sizes):

@@ -41,12 +41,14 @@ def encode(x: jax.Array, *, signed: bool) -> jax.Array:
       Quantization", 2021, section 2.2; Li, Chen and Zhu, "Memory Efficient Optimizers with 4-bit
       States", 2023, section 4.1, on zero.
     """
-    magnitude, extra_bit = jnp.abs(x), 0 if signed else 1
+    magnitude = jnp.abs(x)
+    extra_bit = 0 if signed else 1
     num_cells, first_code, decade_top = (
         _full_like(magnitude, value) for value in (1 << extra_bit, 1, 10.0**-6)
     )
     for i in range(1, _DECADES):
-        n, decade_bottom = 1 << (i + extra_bit), 10.0 ** (i - 7)
+        n = 1 << (i + extra_bit)
+        decade_bottom = 10.0 ** (i - 7)
         # The bound is half way between the last number of a decade and the first number of the next
         # decade.
         is_above = magnitude >= decade_bottom * (1 + 1.8 / n)
@@ -55,10 +57,8 @@ def encode(x: jax.Array, *, signed: bool) -> jax.Array:
         decade_top = jnp.where(is_above, 10 * decade_bottom, decade_top)
     cell = jnp.floor((magnitude / decade_top - 0.1) / 0.9 * num_cells)
     code = first_code + jnp.clip(cell, 0, num_cells - 1)
-    smallest, below_one = (
-        1e-6 * (0.1 + 0.45 / (1 << extra_bit)),
-        1 - 0.45 / (1 << (_DECADES - 1 + extra_bit)),
-    )
+    smallest = 1e-6 * (0.1 + 0.45 / (1 << extra_bit))
+    below_one = 1 - 0.45 / (1 << (_DECADES - 1 + extra_bit))
     code = jnp.where(
         magnitude < smallest / 2, 0 if signed else jnp.where(magnitude > 0, 1, 0), code
     )

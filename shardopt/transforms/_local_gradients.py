@@ -18,7 +18,8 @@ OTHER, GRADIENT, CHANGED = range(3)
 operands the largest counts.
 """
 
-BACKWARD, OF_DEVICE = "transpose(", "gradients_of_device"
+BACKWARD = "transpose("
+OF_DEVICE = "gradients_of_device"
 """In the name stack of an equation: jax writes it in a backward pass; `on_mesh` where it takes in
 gradients of another trace.
 """
@@ -66,7 +67,8 @@ def _kinds(leaves: Sequence[Any], axes: set[str]) -> dict[int, int]:
     """Return the kind of value that each equation behind the leaves makes: id of equation -> kind."""
 
     def of_results(walk: Walk[int], eqns: Equations, operands: list[int]) -> list[int]:
-        kind, num_results = max(operands, default=OTHER), len(eqns[0].outvars)
+        kind = max(operands, default=OTHER)
+        num_results = len(eqns[0].outvars)
         if kind == GRADIENT and jaxpr_params(eqns[0]):
             return walk.call(eqns, operands) or [CHANGED] * num_results
         if kind == GRADIENT and not _is_linear(eqns[0], operands, axes):

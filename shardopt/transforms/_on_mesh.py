@@ -83,7 +83,8 @@ def on_mesh(
     check_mesh(mesh, axis_name)
     chain = _ChainOnMesh(check_transformation("tx", tx), mesh, axis_name, own_params)
     transformation = OnMesh(chain.init, chain.update)
-    transformation.specs, transformation.resized = chain.specs, chain.resized
+    transformation.specs = chain.specs
+    transformation.resized = chain.resized
     return transformation
 
 
@@ -168,7 +169,8 @@ class _ChainOnMesh:
                 self._check_shared(updates)
             return updates, state
 
-        specs, stacked = self.specs(state), PartitionSpec(self.axis_name)
+        specs = self.specs(state)
+        stacked = PartitionSpec(self.axis_name)
         of_params = stacked if self.own_params else PartitionSpec()
         in_specs = stacked, specs, of_params, stacked, PartitionSpec()
         run = manual(run, self.mesh, self.axis_name, in_specs, (of_params, specs))
@@ -205,7 +207,8 @@ class _ChainOnMesh:
                 grads = jax.tree.map(lambda part: part * size, parts)
             return self._update_device(grads, state, params, **extra)
 
-        specs, replicated = self.specs(state), PartitionSpec()
+        specs = self.specs(state)
+        replicated = PartitionSpec()
         unreduced = PartitionSpec(unreduced=frozenset([self.axis_name]))
         in_specs = unreduced, specs, replicated, replicated
         # No pcast makes an unreduced value a varying one, so types cannot be checked.
@@ -367,7 +370,8 @@ def per_device_grads(
             value = jax.tree.map(lambda x: jax.lax.pmean(x, axis_name), value)
             return value, jax.tree.map(lambda leaf: leaf[None], grads)
 
-        replicated, split = PartitionSpec(), PartitionSpec(axis_name)
+        replicated = PartitionSpec()
+        split = PartitionSpec(axis_name)
         arrays = [leaves[i] for i in places]
         in_specs = split if own_params else replicated, split
         return manual(differentiate, mesh, axis_name, in_specs, (replicated, split))(arrays, batch)

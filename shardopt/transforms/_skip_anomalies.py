@@ -23,7 +23,8 @@ from shardopt.reducers._axis import as_varying, tracks_varying, varying
 from shardopt.reducers._reducer import check_leaves
 from shardopt.transforms._state_form import check_structure
 
-WINDOW, DEVIATIONS = 128, 6.0
+WINDOW = 128
+DEVIATIONS = 6.0
 """The steps that mean and deviation are taken over, and how many deviations above the mean an
 anomaly is.
 """

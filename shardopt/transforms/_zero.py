@@ -65,7 +65,8 @@ def zero(
     tx = check_transformation("inner", inner)
     if mesh is not None:
         check_mesh(mesh, axis_name)
-    by_constraints, by_shards = ByConstraints(tx, axis_name, mesh), ByShards(tx, axis_name)
+    by_constraints = ByConstraints(tx, axis_name, mesh)
+    by_shards = ByShards(tx, axis_name)
 
     @calling("zero")
     def init(params: PyTree) -> PyTree:

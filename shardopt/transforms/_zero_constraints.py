@@ -71,11 +71,13 @@ class ByConstraints:
             fix = 'pass the mesh of the loop: so.transforms.zero(tx, "data", mesh).'
             raise value_error(problem, fix=fix)
         state = self.watched(state, mesh)
-        specs, state_specs = self.specs(updates, mesh), self.specs(state, mesh)
+        specs = self.specs(updates, mesh)
+        state_specs = self.specs(state, mesh)
         unsharded = jax.tree.map(self.unsharded_spec, specs)
 
         def run(mesh: Mesh | AbstractMesh, updates: PyTree, state: PyTree, params: PyTree, extra):
-            updates, state = _constrain(updates, specs, mesh), _constrain(state, state_specs, mesh)
+            updates = _constrain(updates, specs, mesh)
+            state = _constrain(state, state_specs, mesh)
             updates, state = self.tx.update(updates, state, params, **extra)
             return _constrain(updates, unsharded, mesh), _constrain(state, state_specs, mesh)
 

@@ -53,7 +53,8 @@ class ByShards:
             shapes = abstract(updates if params is None else params)
             check_form(state, jax.eval_shape(self.init, shapes))
             like = jax.eval_shape(self.tx.init, shapes)
-            inner_state, device = self.join(state, like), state.device
+            inner_state = self.join(state, like)
+            device = state.device
         else:  # made outside of the axis, so it is unsharded
             inner_state = state
         updates, inner_state = self.tx.update(updates, inner_state, params, **extra)
@@ -73,7 +74,8 @@ class ByShards:
 
     def cut(self, inner_state: PyTree) -> ZeroState:
         """Return this device's shards of a state."""
-        size, index = axis_size(self.axis_name), jax.lax.axis_index(self.axis_name)
+        size = axis_size(self.axis_name)
+        index = jax.lax.axis_index(self.axis_name)
 
         def shard_of(leaf: jax.Array) -> jax.Array:
             length = -(-leaf.size // size)
@@ -88,7 +90,8 @@ class ByShards:
     def join(self, state: ZeroState, like: PyTree) -> PyTree:
         """Return the unsharded state, with the structure of `like`."""
         likes, treedef = jax.tree.flatten(like)
-        unsharded, leaves = iter(state.unsharded), []
+        unsharded = iter(state.unsharded)
+        leaves = []
         for i, leaf_like in enumerate(likes):
             if not self.is_cut(leaf_like):
                 leaves.append(next(unsharded))

@@ -176,7 +176,8 @@ def measure_collective(collective: TimedCollective, nbytes: int, devices: Device
     """Compare the results of a collective with sums of small integers, which are exact, and time
     it.
     """
-    n, mesh = len(devices), device_mesh(devices)
+    n = len(devices)
+    mesh = device_mesh(devices)
     if n == 1:
         raise NotRun("did not fit", "it needs at least 2 devices, and there is 1")
     base = np.arange(nbytes // 4 // n * n, dtype=np.float32) % 251
@@ -190,7 +191,8 @@ def measure_collective(collective: TimedCollective, nbytes: int, devices: Device
         return collective.run(x[0])[None]
 
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(_AXIS), out_specs=P(_AXIS)))
-    result, wrong = program(held), np.zeros(n, np.int32)
+    result = program(held)
+    wrong = np.zeros(n, np.int32)
     for shard in result.addressable_shards:
         i = devices.index(shard.device)
         wrong[i] = not np.array_equal(np.asarray(shard.data)[0], collective.result(base, i, n))

@@ -19,7 +19,8 @@ _HEADS = ((2, _POSITIONS, 4, 64), (2, _POSITIONS, 2, 64), (2, _POSITIONS, 2, 64)
 _GROUPS = ((512, 128), (4, 128, 128))
 _PRODUCT = ((2, 128, 128), (128, 128))
 _LONGEST_SUM = 512
-_INT8_TOLERANCE, _FP8_TOLERANCE = 0.03, 0.15
+_INT8_TOLERANCE = 0.03
+_FP8_TOLERANCE = 0.15
 """A number is rounded to 1/127 of the largest in int8, and to 1/8 of itself in fp8 gradients; sums
 average that.
 """

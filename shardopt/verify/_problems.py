@@ -140,7 +140,8 @@ def train_on_one_device(model: str, optimizer: str, num_rows: int) -> tuple[PyTr
 
     Return the final parameters and the loss of each step.
     """
-    problem, tx = make_problem(model, num_rows), OPTIMIZERS[optimizer]()
+    problem = make_problem(model, num_rows)
+    tx = OPTIMIZERS[optimizer]()
     loss_fn = problem.loss_fn
     if isinstance(loss_fn, BlockModel):
         loss_fn = loss_fn.loss_fn
@@ -159,7 +160,8 @@ def train_on_one_device(model: str, optimizer: str, num_rows: int) -> tuple[PyTr
 
     with jax.default_device(jax.local_devices()[0]):
         params = jax.tree.map(jnp.asarray, problem.params)
-        opt_state, losses = jax.jit(tx.init)(params), []
+        opt_state = jax.jit(tx.init)(params)
+        losses = []
         for batch in problem.batches:
             params, opt_state, loss = step(params, opt_state, batch)
             losses.append(float(loss))

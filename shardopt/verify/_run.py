@@ -20,7 +20,8 @@ from shardopt.verify._kernels import kernel_rows
 from shardopt.verify._rows import Devices, NotRun, Result, Row, Status, agree
 from shardopt.verify._training import FIRST, SECOND, training_rows
 
-FAILED, OUT_OF_TIME = 1, 3
+FAILED = 1
+OUT_OF_TIME = 3
 """Exit codes."""
 
 _PACKAGES = ("shardopt", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "optax", "numpy")
@@ -107,7 +108,8 @@ def run_rows(
     Several processes decide together: about the time, and about the status of a row, which fails if
     it fails in one.
     """
-    results, begin = [], time.monotonic()
+    results = []
+    begin = time.monotonic()
     for row in rows:
         if agree(np.array(time.monotonic() - begin)) >= seconds:
             result = Result(row.group, row.name, "out of time", "")
@@ -122,7 +124,8 @@ def _run_row(row: Row, devices: Devices) -> Result:
     begin = time.monotonic()
     status, detail, numbers = _measure(row, devices)
     if agree(np.array(status == "failed")) and status != "failed":
-        status, detail = "failed", "another process failed"
+        status = "failed"
+        detail = "another process failed"
     return Result(row.group, row.name, status, detail, time.monotonic() - begin, numbers)
 
 

@@ -199,7 +199,8 @@ def measure_training(training: Training, devices: Devices) -> Measurement:
         params, losses, wrong = _train(training, problem, make_mesh(**sizes, devices=devices))
     differences = agree(device_differences(params, expected_params, problem.params, devices))
     loss = max(abs(a - b) / abs(b) for a, b in zip(losses, expected_losses, strict=True))
-    allowed, worst = allowed_difference(training, platform, num_rows), float(np.max(differences))
+    allowed = allowed_difference(training, platform, num_rows)
+    worst = float(np.max(differences))
     passed = bool(worst <= allowed and loss <= allowed) and not wrong
     detail = f"{max(worst, loss):.1e} of {allowed:.1e}"
     if not worst <= allowed:
@@ -226,13 +227,15 @@ def _train(training: Training, problem: Problem, mesh: Mesh) -> tuple[PyTree, li
 def _train_checked(
     training: Training, problem: Problem, mesh: Mesh, check: ProgramCheck | None
 ) -> tuple[PyTree, list[float]]:
-    tx, options = OPTIMIZERS[training.optimizer](), {**problem.options, **training.options}
+    tx = OPTIMIZERS[training.optimizer]()
+    options = {**problem.options, **training.options}
     strategy = _STRATEGIES[training.strategy]
     opt = strategy(tx, mesh, problem.loss_fn, check=check, **options)
     with warnings.catch_warnings():
         # the comparison with one device covers the cases that the proof of a program leaves open
         warnings.filterwarnings("ignore", message="(?s).*check_proved proves all but")
-        state, losses = opt.init(problem.params), []
+        state = opt.init(problem.params)
+        losses = []
         for batch in problem.batches:
             state, metrics = opt.step(state, GlobalRows(batch))
             losses.append(float(metrics["loss"]))

@@ -188,7 +188,8 @@ def the_parameters_before_the_update_are_gathered(patch):
 
 
 def the_first_batch_is_kept(patch):
-    batches, take = [], Repeats.take
+    batches = []
+    take = Repeats.take
 
     def take_with_first(self, state, batch):
         batches.append(batch)
@@ -606,6 +607,7 @@ def test_a_right_strategy_passes(row, mesh_of):
 @pytest.mark.parametrize("row", test_hybrid_exact.ROWS[::5], ids=test_hybrid_exact.row_id)
 def test_a_right_pipeline_passes(row, mesh_of):
     case, count = test_hybrid_exact.problem_of(row)
-    tx, mesh = OPTIMIZERS[row["optimizer"]](), mesh_of(**{"data": 1} | row["mesh"])
+    tx = OPTIMIZERS[row["optimizer"]]()
+    mesh = mesh_of(**{"data": 1} | row["mesh"])
     opt = test_hybrid_exact.strategy_of(row, case, count, tx, mesh)
     check(lambda _: (opt, case.params, case.batches[0]), mesh_of)

@@ -17,7 +17,10 @@ import shardopt as so
 from shardopt.hlo import Expected, audit
 from shardopt.models import gpt
 
-LAYERS, WIDTH, HIDDEN, ROWS = 4, 64, 256, 32
+LAYERS = 4
+WIDTH = 64
+HIDDEN = 256
+ROWS = 32
 RULES = [("up", P(None, "tensor")), ("down", P("tensor"))]
 SCALARS = 64  # the loss, weights and norms: collectives of a few bytes, not of the table
 MESHES = [
@@ -71,7 +74,8 @@ def stated_table(strategy, opt, micro_batches, axes=("replica", "data")):
             split["blocks" if row.path.startswith("blocks") else "outer"] += leaf_bytes
         else:
             replicated_bytes += leaf_bytes
-    both, looped = sum(split.values()), micro_batches > 1
+    both = sum(split.values())
+    looped = micro_batches > 1
     axes = tuple(axis for axis in axes if axis in sizes)
     table = [Expected("all-reduce", axes, replicated_bytes, in_loop=False)]
     if strategy == "ddp":

@@ -21,7 +21,9 @@ import shardopt as so
 from shardopt.config import _config as config
 from shardopt.step import _build as build
 
-ROWS, LENGTH, WIDTH = 8, 12, 8
+ROWS = 8
+LENGTH = 12
+WIDTH = 8
 TX = optax.sgd(0.05, momentum=0.9)
 
 
@@ -110,7 +112,8 @@ def row_id(row):
 def test_equals_one_device_on_the_union_batch(name, mesh, loss, options, mesh_of, x64):
     opt = STRATEGIES[name](TX, mesh_of(**mesh), loss, **options)
     expected, final = train(TX, on_one_device(loss), params(), batches())
-    state, losses_and_norms = opt.init(params()), []
+    state = opt.init(params())
+    losses_and_norms = []
     for batch in batches():
         state, metrics = opt.step(state, batch)
         losses_and_norms.append((float(metrics["loss"]), float(metrics["grad_norm"])))
@@ -397,7 +400,8 @@ def test_tables_are_exchanged_over_data_and_context(mesh_of, x64):
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", ["not summed", "first positions on every device"])
 def test_mutations_go_red(broken, mesh_of, x64, monkeypatch):
-    axes_of, place = config.axes_of, build.place_batch
+    axes_of = config.axes_of
+    place = build.place_batch
 
     def without_context(*args, **keywords):
         axes = axes_of(*args, **keywords)

@@ -87,7 +87,8 @@ def test_equals_one_device_on_the_union_batch(row, mesh_of, x64):
     else:
         opt = STRATEGIES[row["strategy"]](TX, mesh, model, view=row["view"], **options)
     expected, final = train(TX, case.reference, case.params, case.batches)
-    state, losses_and_norms = opt.init(case.params), []
+    state = opt.init(case.params)
+    losses_and_norms = []
     for batch in case.batches:
         state, metrics = opt.step(state, batch)
         losses_and_norms.append((float(metrics["loss"]), float(metrics["grad_norm"])))

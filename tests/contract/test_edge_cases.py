@@ -366,7 +366,8 @@ def test_a_loss_that_cannot_do_without_a_key_says_so_when_evaluated(mesh_of):
 def test_a_loss_may_close_over_a_value_that_the_user_traces(constant, view, mesh_of):
     """The proof reads constants of a loss, and a tracer has no numbers."""
     values = {"number": jnp.float32(2), "array": jnp.full((8, 8), 2.0), "integer": jnp.int32(2)}
-    mesh, value = mesh_of(data=4), values[constant]
+    mesh = mesh_of(data=4)
+    value = values[constant]
     state = so.fsdp(optax.sgd(0.1), mesh, square).init(PARAMS)
 
     @jax.jit

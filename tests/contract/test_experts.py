@@ -21,7 +21,9 @@ from shardopt.config import _axes as axes
 from shardopt.trace._marks import EXPERTS as EXPERTS_MARK
 from shardopt.trace._marks import marked
 
-EXPERTS, WIDTH, HIDDEN = 8, 4, 6
+EXPERTS = 8
+WIDTH = 4
+HIDDEN = 6
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
 LEAVES = [("experts/", "experts")]
 
@@ -61,10 +63,8 @@ MODEL = so.BlockModel(
 
 
 def one_layer(draw, *stacked):
-    up, down = (
-        draw.normal(size=(*stacked, EXPERTS, WIDTH, HIDDEN)),
-        draw.normal(size=(*stacked, EXPERTS, HIDDEN, WIDTH)),
-    )
+    up = draw.normal(size=(*stacked, EXPERTS, WIDTH, HIDDEN))
+    down = draw.normal(size=(*stacked, EXPERTS, HIDDEN, WIDTH))
     return {
         "experts": {"up": up / 2, "down": down / 2},
         "router": draw.normal(size=(*stacked, WIDTH, EXPERTS)),
@@ -149,7 +149,8 @@ def strategy(name, mesh, loss, **options):
 def test_equals_one_device_on_the_union_batch(name, mesh, loss, options, mesh_of, x64):
     opt = strategy(name, mesh_of(**mesh), loss, view="unproved", **options)
     expected, final = train(TX, on_one_device(loss), params(loss), batches())
-    state, losses_and_norms = opt.init(params(loss)), []
+    state = opt.init(params(loss))
+    losses_and_norms = []
     for batch in batches():
         state, metrics = opt.step(state, batch)
         losses_and_norms.append((float(metrics["loss"]), float(metrics["grad_norm"])))

@@ -295,7 +295,8 @@ def test_gather_dtype_computes_in_half_precision_with_fp32_masters(model, mesh_o
         return blocks.loss_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch)
 
     gradient = jax.jit(jax.grad(reference))
-    state, expected = opt.init(params), params
+    state = opt.init(params)
+    expected = params
     for _ in range(3):
         state, _ = opt.step(state, X)
         grads = jax.device_get(gradient(expected, X))

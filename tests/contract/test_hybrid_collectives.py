@@ -18,7 +18,12 @@ import shardopt as so
 from shardopt.hlo import Expected, audit
 from shardopt.models import gpt
 
-LAYERS, WIDTH, HIDDEN, ROWS, INPUTS, OUTPUTS = 8, 32, 128, 32, 32, 40
+LAYERS = 8
+WIDTH = 32
+HIDDEN = 128
+ROWS = 32
+INPUTS = 32
+OUTPUTS = 40
 RULES = [("up", P(None, "tensor")), ("down", P("tensor"))]
 SCALARS = 64  # losses, weights and norms
 MODEL = so.BlockModel(
@@ -37,7 +42,8 @@ PARAMS = jax.tree.map(
     is_leaf=lambda x: isinstance(x, tuple),
 )
 BATCH = jax.ShapeDtypeStruct((ROWS, INPUTS), jnp.float32)
-BLOCK, OUTER = 4 * 2 * WIDTH * HIDDEN, 4 * (INPUTS + OUTPUTS) * WIDTH
+BLOCK = 4 * 2 * WIDTH * HIDDEN
+OUTER = 4 * (INPUTS + OUTPUTS) * WIDTH
 CASES = [
     ("eager_one_f_one_b", "ddp", {"data": 2, "tensor": 2, "pipeline": 2}, False),
     ("gpipe", "zero2", {"data": 2, "tensor": 2, "pipeline": 2}, True),
@@ -73,8 +79,11 @@ def make(schedule, placement, mesh, remat=False, micro_batches=4):
 
 def stated_table(schedule, placement, sizes, remat):
     """Return the bytes per device that the docstring of hybrid states."""
-    data, tensor, replica = sizes["data"], sizes.get("tensor", 1), sizes.get("replica", 1)
-    ticks, k = schedule.num_ticks, LAYERS // (schedule.num_stages * schedule.num_chunks)
+    data = sizes["data"]
+    tensor = sizes.get("tensor", 1)
+    replica = sizes.get("replica", 1)
+    ticks = schedule.num_ticks
+    k = LAYERS // (schedule.num_stages * schedule.num_chunks)
     activation = 4 * ROWS // (data * replica) // schedule.num_micro_batches * WIDTH
     axes = tuple(axis for axis in ("replica", "data") if axis in sizes)
     splits_weights = schedule.ticks.weight is not None
@@ -165,7 +174,8 @@ def test_gpt_moves_activations_over_tensor_and_nothing_else_in_the_loop(mesh_of)
         )
         report = audit(opt.step, state, {"tokens": jax.ShapeDtypeStruct((16, 17), jnp.int32)})
         looped = report.of(axis="tensor", in_loop=True)
-        activation, ticks = 4 * 2 * 16 * 32, opt.config.schedule.num_ticks
+        activation = 4 * 2 * 16 * 32
+        ticks = opt.config.schedule.num_ticks
         inside = [
             collective
             for collective in looped.collectives
@@ -241,7 +251,8 @@ def test_each_device_holds_the_bytes_of_its_stage(placement, sizes, mesh_of):
     """
     opt = make("interleaved", placement, mesh_of(**sizes))
     opt.specs(PARAMS)
-    blocks, outer = BLOCK * LAYERS // sizes["pipeline"] // sizes.get("tensor", 1), OUTER
+    blocks = BLOCK * LAYERS // sizes["pipeline"] // sizes.get("tensor", 1)
+    outer = OUTER
     share = {"ddp": (1, 1), "zero1": (1, 2), "fsdp": (2, 2)}[placement]
     report = opt.config.report()
     assert report.params_bytes == (blocks + outer) // share[0]

@@ -11,7 +11,11 @@ from support.tiers import tiered
 import shardopt as so
 from shardopt.hlo import inner_product_flops
 
-WIDTH, BLOCKS, ROWS, MICRO_BATCHES, STAGES = 64, 8, 64, 8, 4
+WIDTH = 64
+BLOCKS = 8
+ROWS = 64
+MICRO_BATCHES = 8
+STAGES = 4
 MODEL = so.BlockModel(
     embed=lambda outer, batch: batch @ outer["in"],
     block=lambda w, x: x + jnp.tanh(x @ w["kernel"]),

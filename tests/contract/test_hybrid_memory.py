@@ -109,7 +109,8 @@ def test_memory_and_program_do_not_grow_with_the_micro_batches(schedule, remat, 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GROW[:2])
 def test_memory_grows_by_what_the_table_keeps_of_a_micro_batch(name, mesh_of):
-    mesh, message = mesh_of(data=1, pipeline=STAGES), ROWS * WIDTH * 4
+    mesh = mesh_of(data=1, pipeline=STAGES)
+    message = ROWS * WIDTH * 4
 
     def kept(table):
         """Return the bytes of the residuals of chunks, of their outputs for the loss, and of
@@ -132,7 +133,8 @@ def test_the_loop_carries_the_slots_of_the_table(mesh_of):
 
     The slow tier measures what XLA makes of it.
     """
-    carried, expected = [], []
+    carried = []
+    expected = []
     for name in ("eager_one_f_one_b", "one_f_one_b", "interleaved"):
         program, table = lowered(name, 16, mesh_of(data=1, pipeline=STAGES))
         # the loop over ticks comes first

@@ -14,7 +14,10 @@ from support.tiers import tiered
 import shardopt as so
 from shardopt.hlo import Expected, audit
 
-LAYERS, WIDTH, ROWS, MICRO_BATCHES = 8, 64, 32, 4
+LAYERS = 8
+WIDTH = 64
+ROWS = 32
+MICRO_BATCHES = 4
 MODEL = so.BlockModel(
     embed=lambda outer, batch: batch @ outer["in"],
     block=lambda w, x: x + jnp.tanh(x @ w["up"]),
@@ -72,7 +75,8 @@ def make(mesh, **options):
 
 
 def test_blocks_gathered_once_send_once_and_are_held(mesh_of):
-    mesh, stage = mesh_of(**SIZES), 4 * WIDTH**2 * LAYERS // SIZES["pipeline"]
+    mesh = mesh_of(**SIZES)
+    stage = 4 * WIDTH**2 * LAYERS // SIZES["pipeline"]
     once, regathering, zero1 = (
         make(mesh, **options)
         for options in ({"placement": "fsdp_once"}, {}, {"placement": "zero1"})
@@ -82,7 +86,8 @@ def test_blocks_gathered_once_send_once_and_are_held(mesh_of):
         for opt in (once, regathering, zero1)
     ]
     report = audit(compiled[0], mesh=mesh)
-    outer, ticks = 4 * WIDTH**2, once.config.schedule.num_ticks
+    outer = 4 * WIDTH**2
+    ticks = once.config.schedule.num_ticks
     activation = 4 * ROWS // SIZES["data"] // MICRO_BATCHES * WIDTH
     report.check(
         [

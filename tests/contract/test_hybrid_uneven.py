@@ -123,7 +123,9 @@ def test_equals_one_device(
     trains_as_one_device(opt, case, tx)
 
 
-WIDTH, BLOCKS, MICRO_BATCHES = 16, 7, 4
+WIDTH = 16
+BLOCKS = 7
+MICRO_BATCHES = 4
 MODEL = so.BlockModel(
     embed=lambda outer, batch: batch @ outer["in"],
     block=lambda w, x: x + jnp.tanh(x @ w["kernel"]) * w["scale"][None],
@@ -150,7 +152,8 @@ def test_uneven_stages_keep_the_users_leaves_and_send_the_stated_bytes(mesh_of):
     opt = make(mesh)
     batch = jax.ShapeDtypeStruct((16, 4), jnp.float32)
     state = opt.abstract_state(jax.eval_shape(params))
-    kernel, scale = state.params["blocks"]["kernel"], state.params["blocks"]["scale"]
+    kernel = state.params["blocks"]["kernel"]
+    scale = state.params["blocks"]["scale"]
     assert kernel.shape == (BLOCKS, WIDTH, WIDTH)  # the user's own
     # the other dim is for data
     assert kernel.sharding.shard_shape(kernel.shape) == (BLOCKS, WIDTH, WIDTH // 2)

@@ -16,7 +16,9 @@ from support.tiers import tiered
 
 import shardopt as so
 
-LAYERS, WIDTH, ROWS = 4, 8, 16
+LAYERS = 4
+WIDTH = 8
+ROWS = 16
 RULES = [("up", P(None, "tensor")), ("down", P("tensor"))]
 
 
@@ -134,7 +136,8 @@ def expected_norms(tx, model, frozen):
         new_params = optax.apply_updates(trained, updates) | fixed
         return new_params, opt_state, [norms(tree) for tree in (gradients, updates, trained)]
 
-    params, results = parameters(model), []
+    params = parameters(model)
+    results = []
     opt_state = tx.init({name: None if name in frozen else leaf for name, leaf in params.items()})
     for batch in batches():
         params, opt_state, of_step = step(params, opt_state, batch)
@@ -194,7 +197,8 @@ def test_norms_travel_in_one_all_reduce(case, mesh_of, x64):
     XLA may join it with the one of the loss.
     """
     opt, model = make(case, mesh_of)
-    state, batch = opt.abstract_state(jax.eval_shape(lambda: parameters(model))), next(batches())
+    state = opt.abstract_state(jax.eval_shape(lambda: parameters(model)))
+    batch = next(batches())
 
     def arrays(step):
         """Return the arrays of all collectives, and of the all-reduces over the whole mesh how many

@@ -228,12 +228,11 @@ def test_fsdp_of_blocks_holds_at_most_two_blocks_whole(problem_of, mesh_of):
         )
 
     two, block, outer = temporary(2, 16)
-    four, six, short = (
-        temporary(4, 16)[0],
-        temporary(6, 16)[0],
-        temporary(4, 8)[0] - temporary(2, 8)[0],
-    )
-    a_block, another = (four - two) / 2, (six - four) / 2
+    four = temporary(4, 16)[0]
+    six = temporary(6, 16)[0]
+    short = temporary(4, 8)[0] - temporary(2, 8)[0]
+    a_block = (four - two) / 2
+    another = (six - four) / 2
     np.testing.assert_allclose(a_block, another, rtol=0.1)
     activations = 2 * (a_block - short / 2)  # what grows with the length
     np.testing.assert_allclose(a_block - activations, block / 8, rtol=0.15)

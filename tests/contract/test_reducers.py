@@ -51,7 +51,8 @@ def played(tx, reducer, case):
         updates, opt_state = tx.update(jax.tree.map(lambda x: x[0], means), opt_state, params)
         return optax.apply_updates(params, updates), opt_state, memory
 
-    params, opt_state = case.params, tx.init(case.params)
+    params = case.params
+    opt_state = tx.init(case.params)
     memory = jax.tree.map(lambda x: jnp.stack([x] * DEVICES), reducer.init(case.params))
     for batch in case.batches:
         params, opt_state, memory = step(params, opt_state, memory, batch)
@@ -63,7 +64,8 @@ def played(tx, reducer, case):
 )
 def test_ddp_sends_and_steps_as_one_device_that_plays_all_senders(name, kind, mesh_of, x64):
     case = block_problem("nnx", weighted=True, num_blocks=4, rows=16, steps=5)
-    reducer, tx = REDUCERS[name], OPTIMIZERS[kind]()
+    reducer = REDUCERS[name]
+    tx = OPTIMIZERS[kind]()
     opt = so.ddp(tx, mesh_of(data=DEVICES), case.loss_fn, reducer=reducer)
     state = opt.init(case.params)
     for batch in case.batches:

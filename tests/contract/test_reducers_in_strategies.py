@@ -178,7 +178,8 @@ def test_a_step_that_is_skipped_uses_up_no_memory_anywhere(reducer, mesh_of):
     opt = so.ddp(
         tx, mesh_of(data=2, tensor=2), loss, reducer=EF(reducer), rules=[("w", P(None, "tensor"))]
     )
-    x, by = np.arange(12.0, dtype=np.float32).reshape(4, 3), np.ones((4, 4), np.float32)
+    x = np.arange(12.0, dtype=np.float32).reshape(4, 3)
+    by = np.ones((4, 4), np.float32)
     state = opt.init({"w": jnp.ones((3, 4)), "b": jnp.ones(5)})
     for _ in range(2):
         state, _ = opt.step(state, {"x": x, "by": by})
@@ -223,7 +224,8 @@ def test_specs_are_the_shardings_and_the_second_step_compiles_nothing(row, reduc
     specs = jax.tree.leaves(
         opt.specs(jax.eval_shape(lambda: case.params)), is_leaf=lambda x: isinstance(x, P)
     )
-    state, promised = opt.init(case.params), jax.tree.leaves(opt.abstract_state())
+    state = opt.init(case.params)
+    promised = jax.tree.leaves(opt.abstract_state())
 
     def check(state):
         for leaf, spec, promise in zip(jax.tree.leaves(state), specs, promised, strict=True):

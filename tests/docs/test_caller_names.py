@@ -50,7 +50,8 @@ def test_errors_of_a_public_function_begin_with_the_end_of_its_path():
     for wing in WINGS:
         paths |= public_paths(importlib.import_module(f"shardopt.{wing}"), f"{wing}.")
     paths |= public_paths(so)
-    wrong, count = {}, 0
+    wrong = {}
+    count = 0
     for (module, name), path in paths.items():
         file = Path(ROOT, *module.split(".")).with_suffix(".py")
         stated_name = stated_names(file).get(name) if file.exists() else None

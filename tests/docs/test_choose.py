@@ -17,7 +17,8 @@ def rows(path, column):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if not line.startswith("|") or len(cells) <= column:
             continue
-        if name := re.fullmatch(r"`(so\.\w+(?:\(stage=\d\))?)`", cells[column].split(",")[0]):
+        name = re.fullmatch(r"`(so\.\w+(?:\(stage=\d\))?)`", cells[column].split(",")[0])
+        if name:
             cells_by_name.setdefault(name[1], cells)
     return cells_by_name
 

@@ -67,7 +67,8 @@ def missing_names(block):
     """Return the names of shardopt that a block uses and that do not exist: a page in the slow tier
     shows a rename too.
     """
-    tree, modules = ast.parse(block), {}
+    tree = ast.parse(block)
+    modules = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             modules |= {

@@ -35,7 +35,8 @@ def batch_of(step):
 
 
 def losses_of(opt):
-    state, losses = opt.init({"w": np.full((32, 8), 0.05, np.float32)}), []
+    state = opt.init({"w": np.full((32, 8), 0.05, np.float32)})
+    losses = []
     for step in range(6):
         state, metrics = opt.step(state, batch_of(step))
         losses.append(float(metrics["loss"]))

@@ -95,7 +95,8 @@ def test_the_wheel_has_the_package_and_nothing_else(built):
 
 
 def test_the_command_and_the_python_are_said(built):
-    files, said = contents(built[1]), about(built[1])
+    files = contents(built[1])
+    said = about(built[1])
     (entry,) = [text for name, text in files.items() if name.endswith("entry_points.txt")]
     assert entry.decode().split() == ["[console_scripts]", "shardopt", "=", "shardopt.cli:main"]
     assert said["Requires-Python"] == ">=3.11"
@@ -185,10 +186,8 @@ def test_a_bare_environment_can_use_it(built, tmp_path):
     """shardopt is installed with its requirements and nothing else. It imports, trains, and names
     the extra of its command, which then works.
     """
-    folder, environment = (
-        tmp_path / "venv",
-        {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "XLA"))},
-    )
+    folder = tmp_path / "venv"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "XLA"))}
     venv.create(folder, with_pip=True)
 
     def run(*words):

@@ -99,16 +99,15 @@ def test_losses_of_compressed_runs():
 
 def test_the_note_on_overhead_has_its_numbers():
     text = page("notes/overhead.md")
-    overhead, peers = results("overhead"), results("peers")["cpu"]["128x4"]
+    overhead = results("overhead")
+    peers = results("peers")["cpu"]["128x4"]
     ddp, fsdp = (overhead[name]["median_ratio"] for name in ("ddp", "fsdp"))
     assert f"median ratio {ddp:.3f} for ddp, {fsdp:.3f} for fsdp" in text
     beyond = results("import_time")["shardopt beyond jax"]["seconds, median"]
     assert f"takes {beyond:.2f} s beyond jax's own import" in text
     for name, row in results("separability_cost")["models"].items():
-        view, seconds = (
-            row["view"].replace("_", "-"),
-            f"{row['seconds without']:.2f} | {row['seconds with']:.2f}",
-        )
+        view = row["view"].replace("_", "-")
+        seconds = f"{row['seconds without']:.2f} | {row['seconds with']:.2f}"
         assert f"| {name} | {view} | {seconds} | {row['median_ratio']:.2f} |" in text
     readme, *gpts = (row["share"] for row in results("proof_seconds")["losses"].values())
     assert f"{readme:.3f} for the loss of the README" in text
@@ -125,9 +124,11 @@ def test_the_note_on_overhead_has_its_numbers():
 
     ddp, zero1, fsdp = against("torch")
     assert f"at {ddp:.2f} (ddp), {zero1:.2f} (zero1) and {fsdp:.2f} (fsdp) of torch's speed" in text
-    low, high = min(against("jax")), max(against("jax"))
+    low = min(against("jax"))
+    high = max(against("jax"))
     assert f"{low:.1f} to {high:.1f} times as fast as jax by hand" in text
-    low, high = min(against("maxtext")), max(against("maxtext"))
+    low = min(against("maxtext"))
+    high = max(against("maxtext"))
     assert f"{low:.1f} to {high:.1f} times as fast as MaxText" in text
     assert {f"{value:.1f}" for value in against("levanter")} == {"2.2"}
     assert "2.2 times as fast as Levanter" in text
@@ -152,7 +153,8 @@ def test_the_note_on_overhead_has_its_numbers():
 
 
 def test_the_note_on_matrices_has_the_losses_of_its_results():
-    record, text = results("matrices"), page("notes/matrices.md")
+    record = results("matrices")
+    text = page("notes/matrices.md")
     for name, rate, loss, share in rows("notes/matrices.md", "optimizer"):
         row = record["runs"][name.strip("`")]
         wording = (
@@ -168,7 +170,8 @@ def test_the_note_on_matrices_has_the_losses_of_its_results():
 
 
 def test_the_note_on_matrices_has_the_comparison_with_torch():
-    sizes, text = results("peers_muon")["sizes"], page("notes/matrices.md")
+    sizes = results("peers_muon")["sizes"]
+    text = page("notes/matrices.md")
     names = {
         "AdamW, fsdp": "fsdp",
         "matrices": "muon",
@@ -208,23 +211,24 @@ def test_the_note_on_matrices_has_the_comparison_with_torch():
 
 def test_the_note_on_convergence_has_the_numbers_of_8_bits():
     runs = results("eight_bit")["runs"]
-    rounded, plain = runs["8 bits"], runs["fp32"]
-    text, share = page("notes/convergence.md"), rounded["state_bytes"] / plain["state_bytes"]
+    rounded = runs["8 bits"]
+    plain = runs["fp32"]
+    text = page("notes/convergence.md")
+    share = rounded["state_bytes"] / plain["state_bytes"]
     assert f"ends at {rounded['ratio']:.3f} times the loss" in text
     assert f"takes {share:.2f} of the bytes" in text
     assert rounded["ratio"] < 1.01
 
 
 def test_the_note_on_low_precision_has_its_losses():
-    runs, text = results("low_precision")["loss"], page("notes/low_precision.md")
+    runs = results("low_precision")["loss"]
+    text = page("notes/low_precision.md")
     exact = runs["float32"]["losses"]
     assert f"float32 has {statistics.mean(exact):.3f}:" in text
     for precision in ("fp8", "int8"):
         loss_increases = [b - a for a, b in zip(exact, runs[precision]["losses"], strict=True)]
-        mean, error = (
-            statistics.mean(loss_increases),
-            statistics.stdev(loss_increases) / len(loss_increases) ** 0.5,
-        )
+        mean = statistics.mean(loss_increases)
+        error = statistics.stdev(loss_increases) / len(loss_increases) ** 0.5
         assert len(loss_increases) == 6
         assert (
             f"| {precision} | {mean:.3f} | {error:.3f} | {min(loss_increases):.3f} to {max(loss_increases):.3f} |"
@@ -235,7 +239,8 @@ def test_the_note_on_low_precision_has_its_losses():
 
 
 def test_the_note_on_low_precision_has_its_times_of_products():
-    products, text = results("low_precision")["product"], page("notes/low_precision.md")
+    products = results("low_precision")["product"]
+    text = page("notes/low_precision.md")
     plain, rounded = (
         products[f"v6e:2x2 {precision}, default VMEM"]["milliseconds"]
         for precision in ("bfloat16", "int8")
@@ -284,8 +289,10 @@ def test_asynchronous_runs():
 
 
 def test_the_note_on_restarts_has_its_numbers():
-    record, text = results("restarts"), page("notes/restarts.md")
-    step, lost = record["first new step"], record["steps lost"]
+    record = results("restarts")
+    text = page("notes/restarts.md")
+    step = record["first new step"]
+    lost = record["steps lost"]
     assert f"comes after {step['memory']:.1f} s from memory" in text
     assert f"after {step['disk']:.1f} s from the disk" in text
     assert f"ratio of {record['rounds']} pairs is {step['ratio, median']:.2f}" in text
@@ -295,7 +302,8 @@ def test_the_note_on_restarts_has_its_numbers():
 
 
 def test_the_note_on_the_tpu_compiler_has_its_numbers():
-    compiled, table_rows = results("pod")["compiles"], rows("notes/tpu_compiler.md", "model")
+    compiled = results("pod")["compiles"]
+    table_rows = rows("notes/tpu_compiler.md", "model")
     assert len(table_rows) == 16
     cells = {tuple(row[3:]) for row in table_rows}
     for program in compiled:
@@ -331,7 +339,8 @@ def test_the_note_on_long_rows_has_its_numbers():
 
 
 def test_the_note_on_predictions_has_its_numbers():
-    text, pod = page("notes/predictions.md"), results("pod")
+    text = page("notes/predictions.md")
+    pod = results("pod")
     for held_out, hits in ((False, "21 of 21"), (True, "8 of 10")):
         ratios = [row["memory_ratio"] for row in pod["memory"] if row["held_out"] is held_out]
         worst = max(ratios, key=lambda ratio: abs(ratio - 1))
@@ -349,7 +358,8 @@ def test_the_note_on_predictions_has_its_numbers():
 
 
 def test_the_losses_of_experts_are_those_of_the_benchmark():
-    record, text = results("experts"), page("notes/experts.md")
+    record = results("experts")
+    text = page("notes/experts.md")
     assert all(record["claims"].values())
     losses = {
         name: [f"{run['loss']:.3f}" for run in contender["runs"]]
@@ -379,7 +389,8 @@ def test_the_note_on_experts_has_the_numbers_of_the_tpu_compiler():
         assert (
             max(program["weights_ratio"], program["flops_ratio"], program["active_ratio"]) < 1.05
         ), name
-    text, programs = page("notes/experts.md"), [row["shardopt"] for row in record.values()]
+    text = page("notes/experts.md")
+    programs = [row["shardopt"] for row in record.values()]
     active = "{:.2f} (Mixtral) and {:.2f} (DeepSeek-V3)".format(
         *(programs[i]["active_ratio"] for i in (0, -1))
     )
@@ -492,11 +503,13 @@ def test_the_note_on_compiler_errors_has_the_sums_between_processes():
 
 
 def test_the_page_on_adapters_has_their_memory_and_traffic():
-    text, compiled = page("howto/lora.md"), results("adapters_pod")
+    text = page("howto/lora.md")
+    compiled = results("adapters_pod")
     assert not compiled["llama3-8b v5e:2x4, all parameters"]["fits"]
     for base, name in (("bf16", "bfloat16"), ("int8", "int8")):
         row = compiled[f"llama3-8b v5e:2x4, lora on {base}"]
-        memory, sent = row["peak_bytes"] / 1e9, row["wire_bytes"] / 1e9
+        memory = row["peak_bytes"] / 1e9
+        sent = row["wire_bytes"] / 1e9
         assert f"| adapters, base in {name} | {memory:.2f} GB | {sent:.1f} GB |" in text
 
 
@@ -514,7 +527,8 @@ def test_goodput_next_to_published_runs():
         assert (float(points), kind) == (run["points"], run["kind"]), name
         if run["kind"] == "prediction":
             assert run["within"] == (abs(run["points"]) <= 5)
-    real, shown = results("goodput_real"), rows("notes/goodput.md", "of the four attempts")
+    real = results("goodput_real")
+    shown = rows("notes/goodput.md", "of the four attempts")
     assert [(name, goodput) for name, goodput, *_ in shown] == [
         (name, f"{real[name]['goodput']:.1%}") for name in ("measured", "predicted", "simulated")
     ]
@@ -523,7 +537,8 @@ def test_goodput_next_to_published_runs():
 
 
 def test_the_page_on_silent_corruption_has_its_numbers():
-    record, name = results("silent_corruption"), "howto/silent_corruption.md"
+    record = results("silent_corruption")
+    name = "howto/silent_corruption.md"
     expected_rows = [
         [strategy, every, f"{row['flops']:.3f}", f"{row['bytes sent']:.3f}"]
         for strategy, costs in record["cost"].items()
@@ -557,7 +572,8 @@ def test_the_page_on_silent_corruption_has_its_numbers():
 
 
 def test_the_page_on_loss_spikes_has_the_costs_of_norms():
-    record, name = results("norms_cost"), "howto/loss_spike.md"
+    record = results("norms_cost")
+    name = "howto/loss_spike.md"
     expected_rows = [
         [
             *row_name.partition(",")[0::2],
@@ -584,7 +600,8 @@ def test_the_page_on_loss_spikes_has_the_costs_of_norms():
 
 
 def test_the_page_on_nans_has_the_times_of_find_nan():
-    record, name = results("find_nan"), "howto/debug_a_nan.md"
+    record = results("find_nan")
+    name = "howto/debug_a_nan.md"
     expected_rows = [
         [*row_name.split(", "), f"{row['core seconds']:.1f}"]
         for row_name, row in record["searches"].items()

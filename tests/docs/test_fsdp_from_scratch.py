@@ -84,7 +84,8 @@ def test_bytes_of_small_leaves_are_equal_and_the_library_joins_the_leaves(exampl
     for kind, in_loop in itertools.product(
         ("all-gather", "reduce-scatter", "all-reduce"), (True, False)
     ):
-        expected, sent = by_library.of(kind, in_loop=in_loop), by_example.of(kind, in_loop=in_loop)
+        expected = by_library.of(kind, in_loop=in_loop)
+        sent = by_example.of(kind, in_loop=in_loop)
         assert sent.total.bytes == expected.total.bytes, (kind, in_loop)
         assert sent.by_axis().keys() == expected.by_axis().keys()
     assert by_library.total.calls == 16
@@ -119,7 +120,8 @@ def test_its_losses_and_weights_are_those_of_the_library_and_of_one_device(examp
     config = example.Config(num_blocks=2)
     sharded = example.make_init(config, mesh)(jax.random.key(0))
     unsharded = jax.device_get(sharded)
-    opt, step = library(example), example.make_step(mesh)
+    opt = library(example)
+    step = example.make_step(mesh)
     state = opt.init(unsharded.params)
     for batch in itertools.islice(example.batches(config), 4):
         # devices have different numbers of targets

@@ -67,7 +67,8 @@ def required(name, extras=()):
 
 def hard_dependencies():
     """Return the names of all distributions that `pip install shardopt` brings."""
-    seen, waiting = set(), [(Requirement(line).name, ()) for line in PROJECT["dependencies"]]
+    seen = set()
+    waiting = [(Requirement(line).name, ()) for line in PROJECT["dependencies"]]
     while waiting:
         dependency = waiting.pop()
         if dependency not in seen:

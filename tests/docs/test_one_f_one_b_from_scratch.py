@@ -13,7 +13,8 @@ from support.paths import ROOT
 
 import shardopt as so
 
-STAGES, MICRO_BATCHES = 4, 8
+STAGES = 4
+MICRO_BATCHES = 8
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +47,14 @@ def library(example):
 
 @pytest.mark.slow
 def test_its_losses_and_weights_are_those_of_the_library_and_of_one_device(example, x64):
-    config, mesh = example.Config(num_blocks=8), mesh_of_stages()
+    config = example.Config(num_blocks=8)
+    mesh = mesh_of_stages()
     sharded = example.make_init(config, mesh)(jax.random.key(0))
     for leaf in jax.tree.leaves(sharded.params["blocks"]):
         assert leaf.addressable_shards[0].data.nbytes * STAGES == leaf.nbytes
     unsharded = jax.device_get(sharded)
-    opt, step = library(example), example.make_step(mesh, MICRO_BATCHES)
+    opt = library(example)
+    step = example.make_step(mesh, MICRO_BATCHES)
     state = opt.init(unsharded.params)
     for batch in itertools.islice(example.batches(config), 3):
         unsharded, expected = example.one_device_step(unsharded, batch)
@@ -69,11 +72,11 @@ def test_its_losses_and_weights_are_those_of_the_library_and_of_one_device(examp
 
 @pytest.mark.slow  # a page and its example, which users change seldom
 def test_its_program_has_the_collectives_of_the_library_and_the_page_their_bytes(example):
-    config, mesh, opt = example.Config(num_blocks=8), mesh_of_stages(), library(example)
-    shapes, batch = (
-        example.make_init(config, mesh).eval_shape(jax.random.key(0)),
-        next(example.batches(config)),
-    )
+    config = example.Config(num_blocks=8)
+    mesh = mesh_of_stages()
+    opt = library(example)
+    shapes = example.make_init(config, mesh).eval_shape(jax.random.key(0))
+    batch = next(example.batches(config))
     audit = so.hlo.audit(example.make_step(mesh, MICRO_BATCHES), shapes, batch, mesh=mesh)
     by_library = so.hlo.audit(opt.step, opt.abstract_state(shapes.params), batch)
     counts = [

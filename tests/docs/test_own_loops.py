@@ -33,7 +33,8 @@ LOOPS = {
 }
 LINKS = ["zero", "int8", "local_updates", "clip", "skip_anomalies"]
 OWN_GRADIENTS = ["int8", "local_updates"]
-DEVICES, EVERY = 8, 2
+DEVICES = 8
+EVERY = 2
 
 
 def changed_text(loop, link):
@@ -99,7 +100,8 @@ def train_on_one_device(optimizer, weights, batches):
         updates, state = optimizer.update(jax.grad(loss_fn)(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
-    params, state = weights, optimizer.init(weights)
+    params = weights
+    state = optimizer.init(weights)
     for batch in batches:
         params, state = step(params, state, batch)
     return params
@@ -246,14 +248,16 @@ def test_int8_with_error_feedback_equals_its_plain_form(loop, monkeypatch):
 def test_local_updates_equal_copies_that_train_apart(loop, link, monkeypatch, x64):
     optimizer = optax.adam(1e-2)
     weights, batches = data_of("float64", monkeypatch)
-    copies, states = [weights] * DEVICES, [optimizer.init(weights)] * DEVICES
+    copies = [weights] * DEVICES
+    states = [optimizer.init(weights)] * DEVICES
 
     @jax.jit
     def step(params, state, batch):
         updates, state = optimizer.update(jax.grad(loss_fn)(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
-    shared, outer_state = weights, OUTER.init(weights)
+    shared = weights
+    outer_state = OUTER.init(weights)
     for number, batch in enumerate(batches):
         for device in range(DEVICES):
             rows = jax.tree.map(lambda x, d=device: np.split(x, DEVICES)[d], batch)

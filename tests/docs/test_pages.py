@@ -25,10 +25,8 @@ def test_it_is_short_and_plain_jax(name):
 
 @pytest.mark.parametrize("name", LINES)
 def test_the_page_quotes_the_file(name):
-    text, page = (
-        (ROOT / "examples" / f"{name}.py").read_text(),
-        (ROOT / "docs" / f"{name}.md").read_text(),
-    )
+    text = (ROOT / "examples" / f"{name}.py").read_text()
+    page = (ROOT / "docs" / f"{name}.md").read_text()
     quotes = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     excerpts = [quote for quote in quotes if "import " not in quote]
     assert len(excerpts) == len(quotes) - 2  # the imports, and the same in shardopt

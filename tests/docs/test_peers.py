@@ -28,7 +28,8 @@ def load(monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_has_the_table_of_the_results(load, page):
-    tables, text = load("tables"), (ROOT / page).read_text()
+    tables = load("tables")
+    text = (ROOT / page).read_text()
     assert tables.with_section(text, tables.sections()[page]) == text, (
         "run: python -m benchmarks.peers.tables"
     )
@@ -81,7 +82,8 @@ def test_speeds_of_what_computes_something_else_are_not_compared(load):
 
 
 def test_lines_are_counted_without_blanks_and_comments(load):
-    measure, jobs = load("measure"), load("jobs")
+    measure = load("measure")
+    jobs = load("jobs")
     assert measure.lines_of(jobs.Contestant("shardopt", "ddp", 2)) == 9
     rows = RECORD["results"]["cpu"]["128x4"]["processes"]["contestants"]
     for name in ("shardopt fsdp", "jax fsdp", "jax jit"):
@@ -90,15 +92,14 @@ def test_lines_are_counted_without_blanks_and_comments(load):
 
 @pytest.mark.slow  # a script that is run by hand
 def test_others_get_the_same_parameters_in_their_own_layouts(load, tmp_path):
-    task, maxtext, levanter = (
-        load("task"),
-        load("contestants.maxtext"),
-        load("contestants.levanter"),
-    )
+    task = load("task")
+    maxtext = load("contestants.maxtext")
+    levanter = load("contestants.levanter")
     config = task.Config(dim=16, num_layers=3, num_heads=2, batch=4, length=8)
     task.write_task(config, tmp_path, count=1)
     params = task.Task(config, tmp_path, 0, 1).params()
-    attention, mlp = params["blocks"]["attention"], params["blocks"]["mlp"]
+    attention = params["blocks"]["attention"]
+    mlp = params["blocks"]["mlp"]
 
     leaves = maxtext.leaves_of(params)
     assert sum(leaf.size for leaf in leaves.values()) == sum(
@@ -140,7 +141,8 @@ def test_others_get_the_same_parameters_in_their_own_layouts(load, tmp_path):
 
 
 def test_others_are_compared_with_the_same_strategy_and_their_lines_are_counted_without_them(load):
-    measure, jobs = load("measure"), load("jobs")
+    measure = load("measure")
+    jobs = load("jobs")
     rows = [
         "shardopt fsdp",
         "maxtext ddp",
@@ -233,7 +235,8 @@ def test_a_library_that_was_not_measured_at_a_size_has_a_gap_there(load, tmp_pat
 
 
 def test_a_gpu_is_told_as_a_table(load):
-    script, gpu = load("tables"), load("gpu")
+    script = load("tables")
+    gpu = load("gpu")
     row = {
         "tokens_per_second": 400_000.0,
         "mfu": 0.363,

@@ -119,7 +119,8 @@ def test_a_program_that_only_one_record_has_is_a_difference(script, swap):
     pair = [RECORD, changed(lambda programs_by_name: programs_by_name.pop("ddp: step"))]
     expected = [("ddp: step", "the program", "there", None)]
     if swap:
-        pair, expected = pair[::-1], [("ddp: step", "the program", None, "there")]
+        pair = pair[::-1]
+        expected = [("ddp: step", "the program", None, "there")]
     assert script.differences(*programs(*pair)) == expected
     assert script.compare(*pair) == 1
     assert script.compare(*pair, only="fsdp") == 0

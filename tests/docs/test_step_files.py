@@ -36,7 +36,8 @@ def file_of(frame) -> str:
 
 
 def files_on_the_stack() -> set[str]:
-    files, frame = set(), sys._getframe()
+    files = set()
+    frame = sys._getframe()
     while frame is not None:
         files.add(file_of(frame))
         frame = frame.f_back

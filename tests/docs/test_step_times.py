@@ -20,8 +20,10 @@ from shardopt.hlo import audit
 from shardopt.planning import HARDWARE, Hardware
 
 with imported("step_times") as step_times:
-    CompiledOperation, StepSeconds = step_times.CompiledOperation, step_times.StepSeconds
-    step_seconds, hardware_of = step_times.step_seconds, step_times._compiled_time.hardware_of
+    CompiledOperation = step_times.CompiledOperation
+    StepSeconds = step_times.StepSeconds
+    step_seconds = step_times.step_seconds
+    hardware_of = step_times._compiled_time.hardware_of
     SCHEDULED = step_times._attention_kernels.SCHEDULED
 
 pytestmark = pytest.mark.fast
@@ -397,7 +399,8 @@ SEGMENTED = "splash_backward_4_segmented"
 
 
 def backward_kernel(groups, rows=1, heads=32, length=4096, segments=()):
-    query, key = f"bf16[{rows},{heads},{length},128]", f"bf16[{rows},{groups},{length},128]"
+    query = f"bf16[{rows},{heads},{length},128]"
+    key = f"bf16[{rows},{groups},{length},128]"
     number = f"f32[{rows},{heads},1,{length}]"
     tiles = (length // 512) * (length // 512 + 1) // 2
     inputs = [f"s32[{tiles}]", f"s32[{tiles}]", query, query, number, number, key, key, *segments]
@@ -406,7 +409,8 @@ def backward_kernel(groups, rows=1, heads=32, length=4096, segments=()):
 
 
 def our_forward_kernel(groups=8, heads=32, length=4096, flops=None):
-    query, key = f"bf16[1,{heads},{length},128]", f"bf16[1,{groups},{length},128]"
+    query = f"bf16[1,{heads},{length},128]"
+    key = f"bf16[1,{groups},{length},128]"
     blocks = length // 512
     flops = flops or 2 * 512**2 * blocks * (blocks + 1) // 2 * heads * 256
     stated = f', backend_config={{"custom_call_config":{{"body":"x","cost_estimate":{{"flops":"{flops}"}}}}}}'
@@ -416,7 +420,8 @@ def our_forward_kernel(groups=8, heads=32, length=4096, flops=None):
 
 
 def forward_kernel(block, heads=32, length=4096, segments=""):
-    table, query = f"s8[1,{length // block},{length // block}]", f"bf16[{heads},{length},128]"
+    table = f"s8[1,{length // block},{length // block}]"
+    query = f"bf16[{heads},{length},128]"
     sizes = f'{{\\"block_q\\": {block}, \\"block_kv\\": {block}}}'
     metadata = (
         f', frontend_attributes={{kernel_metadata={{\n"xprof_metadata":"{sizes}"\n}}}},'
@@ -472,7 +477,9 @@ def test_known_attention_kernels_take_their_final_schedule():
 
 
 def test_the_fused_backward_kernel_of_jax_shares_rows_among_cores():
-    query, key, table = "bf16[4,32,4096,128]", "bf16[4,8,4096,128]", "s8[1,4,4]"
+    query = "bf16[4,32,4096,128]"
+    key = "bf16[4,8,4096,128]"
+    table = "s8[1,4,4]"
     metadata = (
         ', frontend_attributes={kernel_metadata={\n"xprof_metadata":"{\\"block_q_dkv\\":'
         ' 1024}"\n}}, metadata={op_name="x"}'

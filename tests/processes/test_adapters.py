@@ -41,7 +41,8 @@ def test_adapters_of_four_processes_come_back(saved):
 @pytest.mark.filterwarnings("ignore")
 def test_peft_computes_with_the_adapters_of_four_processes(saved):
     torch = pytest.importorskip("torch")
-    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
     folder, reports = saved
     base = transformers.AutoModelForCausalLM.from_pretrained(
         folder / "model", dtype=torch.float32, attn_implementation="eager"

@@ -18,7 +18,9 @@ MEGABYTE = 2**20
 
 def shapes():
     """The tensors of a Llama of 55 million parameters."""
-    D, F, V = SIZES["hidden_size"], SIZES["intermediate_size"], SIZES["vocab_size"]
+    D = SIZES["hidden_size"]
+    F = SIZES["intermediate_size"]
+    V = SIZES["vocab_size"]
     tensors = {
         "model.embed_tokens.weight": (V, D),
         "model.norm.weight": (D,),

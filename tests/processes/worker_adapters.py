@@ -10,7 +10,9 @@ from pathlib import Path
 
 import jax
 
-rank, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+rank = int(sys.argv[1])
+port = sys.argv[2]
+folder = Path(sys.argv[3])
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 4, rank)

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import jax
 
-rank, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+rank = int(sys.argv[1])
+port = sys.argv[2]
+folder = Path(sys.argv[3])
 jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{port}", 4, rank)
@@ -39,7 +41,8 @@ opt = so.fsdp(optax.sgd(0.0), so.make_mesh(data=8), model.model, min_shard_eleme
 shardings = jax.tree.map(
     lambda leaf: leaf.sharding, opt.abstract_state(model.abstract_params).params
 )
-read_before, peak_before = bytes_read(), peak()
+read_before = bytes_read()
+peak_before = peak()
 params = jax.block_until_ready(model.load_params(shardings, progress=False))
 report = {"read": bytes_read() - read_before, "rise": peak() - peak_before}
 report["shards"] = sum(

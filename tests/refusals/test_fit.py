@@ -133,7 +133,8 @@ def test_wrong_arguments_are_refused(opt, new_state, wrong, kind, message):
     ],
 )
 def test_fit_refuses_before_anything_runs(opt, new_state, wrong):
-    state, drawn = new_state(), []
+    state = new_state()
+    drawn = []
     batches = (drawn.append(True) for _ in range(5))
     arguments = {
         "batches": batches,

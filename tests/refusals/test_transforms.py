@@ -47,7 +47,8 @@ def test_bad_arguments_are_refused(call, kind, message):
     ],
 )
 def test_outside_an_axis_it_says_which_to_bind_and_how(axis, axes, bound):
-    tx, params = average_gradients(axis), {"w": jnp.ones(3)}
+    tx = average_gradients(axis)
+    params = {"w": jnp.ones(3)}
     with pytest.raises(ValueError, match="not bound") as caught:
         tx.update(params, tx.init(params), params)
     assert (

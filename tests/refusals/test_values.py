@@ -342,7 +342,8 @@ def test_attention_refuses_arrays_that_einsum_would_broadcast(key, value):
 @pytest.mark.parametrize("name", ["positions", "segment_ids"])
 @pytest.mark.parametrize("value", [2**31, 2**32, -(2**32), 2**40])
 def test_attention_refuses_places_of_the_host_beyond_32_bits(name, value):
-    x, ids = jnp.ones((1, 6, 2, 4)), np.arange(6)[None] + np.where(np.arange(6) < 3, 0, value)
+    x = jnp.ones((1, 6, 2, 4))
+    ids = np.arange(6)[None] + np.where(np.arange(6) < 3, 0, value)
     with pytest.raises(ValueError, match=f"^attention: {name} must fit into int32, got "):
         so.nn.attention(x, x, x, **{name: ids})
 

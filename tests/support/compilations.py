@@ -7,11 +7,9 @@ import logging
 @contextlib.contextmanager
 def compilations():
     """Give the list of programs that are compiled meanwhile."""
-    logger, handler, messages = (
-        logging.getLogger("jax._src.interpreters.pxla"),
-        logging.Handler(),
-        [],
-    )
+    logger = logging.getLogger("jax._src.interpreters.pxla")
+    handler = logging.Handler()
+    messages = []
     handler.emit = lambda record: messages.append(record.getMessage())
     level = logger.level
     logger.addHandler(handler)

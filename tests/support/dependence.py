@@ -18,7 +18,8 @@ from support.piecewise import as_users_have_it
 
 AXIS = "data"
 ARGUMENTS = ("x", "y", "z")
-SIZE, POINTS = 3, 6
+SIZE = 3
+POINTS = 6
 
 
 class Program(NamedTuple):

@@ -26,7 +26,8 @@ def fragment_masks(params, count, stages=1):
     """
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     leaves, treedef = jax.tree.flatten(params)
-    turn, masks = 0, [[] for _ in range(count)]
+    turn = 0
+    masks = [[] for _ in range(count)]
     for path, leaf in zip(paths, leaves, strict=True):
         stacked = path.startswith("['blocks']")
         for f in range(count):
@@ -64,21 +65,21 @@ def diloco(
     states = [tx.init(params)] * replicas
     velocity = jax.tree.map(np.zeros_like, shared)
     masks = fragment_masks(params, fragments, stages)
-    pending, mu = {}, outer["momentum"]
+    pending = {}
+    mu = outer["momentum"]
     for t, batch in enumerate(batches, start=1):
         rows = own_batches(batch, replicas)
         if t <= warmup:
             grads = [gradient(replica_params[0], entry) for entry in rows]
             mean = jax.tree.map(lambda *g: sum(g) / replicas, *grads)
             updates, state = tx.update(mean, states[0], replica_params[0])
-            replica_params, states = (
-                [optax.apply_updates(replica_params[0], updates)] * replicas,
-                [state] * replicas,
-            )
+            replica_params = [optax.apply_updates(replica_params[0], updates)] * replicas
+            states = [state] * replicas
             shared = jax.tree.map(np.asarray, replica_params[0])
             continue
         results = [step(replica_params[i], states[i], rows[i]) for i in range(replicas)]
-        replica_params, states = [p for p, _ in results], [s for _, s in results]
+        replica_params = [p for p, _ in results]
+        states = [s for _, s in results]
         for f, mask in enumerate(masks):
             after = t - warmup
             if after % sync_every == (f + 1) * sync_every // fragments % sync_every:

@@ -130,7 +130,8 @@ def program(mesh, args, *, travels=True, **how):
     """
     rows = ("data", "expert")
     of_expert = PartitionSpec("expert" if travels else None)
-    tokens, replicated = PartitionSpec(rows, "context"), PartitionSpec()
+    tokens = PartitionSpec(rows, "context")
+    replicated = PartitionSpec()
     specs = dict.fromkeys(args, replicated) | {
         "x": tokens,
         "wanted": tokens,

@@ -44,7 +44,8 @@ class Fault(NamedTuple):
 
 def draw(rng, devices):
     """Return a random fault."""
-    site, kind = rng.choice(SITES[1:]), rng.choice(KINDS)
+    site = rng.choice(SITES[1:])
+    kind = rng.choice(KINDS)
     return Fault(
         int(rng.integers(devices)),
         str(site),
@@ -139,10 +140,8 @@ def strategies(devices):
     """Return name -> optimizer, on four devices that exchange nothing before the reduction of the
     gradients.
     """
-    mesh, options = (
-        so.make_mesh(data=4, devices=devices[:4]),
-        {"min_shard_elements": 1, "view": "unproved"},
-    )
+    mesh = so.make_mesh(data=4, devices=devices[:4])
+    options = {"min_shard_elements": 1, "view": "unproved"}
     tx = optax.adam(0.01)
     return {
         "ddp": lambda: so.ddp(tx, mesh, loss, view="unproved"),
@@ -163,7 +162,8 @@ def further_strategies(devices):
         so.make_mesh(**sizes, devices=devices[:4])
         for sizes in ({"data": 4}, {"data": 2, "expert": 2})
     )
-    options, muon = {"min_shard_elements": 1, "view": "unproved"}, optax.contrib.muon(0.01)
+    options = {"min_shard_elements": 1, "view": "unproved"}
+    muon = optax.contrib.muon(0.01)
     experts = {"rules": [("^experts/", "experts")], "view": "unproved"}
     return {
         "Muon, zero1": lambda: so.zero(muon, mesh, loss, stage=1, opt_state="matrices", **options),
@@ -183,7 +183,8 @@ def hit_runs(patch):
       A dict: `fault` is the fault of the next runs, `stuck` whether it is in all of them, and
       `runs` counts them.
     """
-    now, run = {"fault": None, "stuck": False, "runs": 0}, VerifiedStep.run
+    now = {"fault": None, "stuck": False, "runs": 0}
+    run = VerifiedStep.run
 
     def with_fault(verified, state, batch, shift=0):
         now["runs"] += 1
@@ -203,8 +204,10 @@ def install(patch, break_function):
     Return the dict of `hit_runs`.
     """
     now = hit_runs(patch)
-    differentiate, reduce = MicroBatches.gradients, ExactSum.__call__
-    make_gradients, apply_update = PerDeviceView.gradients, _step.apply_update
+    differentiate = MicroBatches.gradients
+    reduce = ExactSum.__call__
+    make_gradients = PerDeviceView.gradients
+    apply_update = _step.apply_update
 
     def with_code(self, config, layout, inputs):
         now["local code"] = inputs.batch["fault"][0]
@@ -272,7 +275,8 @@ def with_faulty_shard(state, fault, mesh):
     floats = [i for i, leaf in enumerate(leaves) if leaf.dtype == jnp.float32]
     chosen = floats[fault.leaf % len(floats)]
     device = mesh.devices.flat[fault.device]
-    code, shards = jnp.asarray(fault.code), []
+    code = jnp.asarray(fault.code)
+    shards = []
     for shard in leaves[chosen].addressable_shards:
         data = np.asarray(shard.data)
         if shard.device == device:
@@ -321,9 +325,11 @@ class Rig:
     """Runs windows of k steps, the last of them verified, with a fault in one of them."""
 
     def __init__(self, name, now, devices):
-        self.name, self.now = name, now
+        self.name = name
+        self.now = now
         self.opt = (strategies(devices) | further_strategies(devices))[name]()
-        self.mesh, self.batches = self.opt.mesh, list(itertools.islice(batches(4), 16))
+        self.mesh = self.opt.mesh
+        self.batches = list(itertools.islice(batches(4), 16))
         self.verification = Verification(self.opt, 1, None, num_steps=10**9)
         self.now.update(fault=None, stuck=False, runs=0)
         first = self.opt.init(first_params(name))

@@ -11,9 +11,9 @@ def groups_of(leaves, over):
     """
     groups = {}
     for i, leaf in enumerate(leaves):
-        mesh, named = (
-            leaf.sharding.mesh,
-            jax.tree.leaves([list(e) if isinstance(e, tuple) else e for e in leaf.sharding.spec]),
+        mesh = leaf.sharding.mesh
+        named = jax.tree.leaves(
+            [list(e) if isinstance(e, tuple) else e for e in leaf.sharding.spec]
         )
         groups.setdefault(
             frozenset(a for a in named if mesh.shape[a] > 1 and a not in over), []

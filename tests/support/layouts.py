@@ -169,8 +169,10 @@ def disagreements(layout, batch_size, shape=SHAPE):
     sent over an axis, flops.
     """
     placed, held, sent = predicted(layout, batch_size, shape)
-    program, table = compiled(layout, batch_size, shape), layout.table()
-    measured_memory, wrong = memory(program), []
+    program = compiled(layout, batch_size, shape)
+    table = layout.table()
+    measured_memory = memory(program)
+    wrong = []
 
     positions = 2 * shape.length // layout.context if layout.context > 1 else shape.length + 1
     batch = batch_size // layout.data // layout.replica * positions * 4

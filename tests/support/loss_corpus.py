@@ -19,7 +19,10 @@ from flax import linen, nnx
 
 import shardopt as so
 
-ROWS, FEATURES, CLASSES, LENGTH = 8, 6, 3, 5
+ROWS = 8
+FEATURES = 6
+CLASSES = 3
+LENGTH = 5
 Weighted = so.losses.Weighted
 
 
@@ -102,7 +105,8 @@ def _params() -> dict[str, np.ndarray]:
     return {name: 0.4 * draw.normal(size=size) for name, size in sizes.items()}
 
 
-BATCH, PARAMS = _batch(), _params()
+BATCH = _batch()
+PARAMS = _params()
 
 
 def hidden(p: Any, x: Any) -> Any:
@@ -187,7 +191,8 @@ def kl_divergence(p, b):
 @of(CLASSIFICATION)
 def ctc_loss(p, b):
     padding = (jnp.arange(LENGTH) >= b["lengths"][:, None]).astype(float)
-    labels, label_padding = b["targets"][:, :2], jnp.zeros((len(padding), 2))
+    labels = b["targets"][:, :2]
+    label_padding = jnp.zeros((len(padding), 2))
     return optax.losses.ctc_loss(token_logits(p, b), padding, labels, label_padding).mean()
 
 
@@ -248,7 +253,8 @@ def image_classifier_with_decay(p, b):
 
 @of("google-research/big_vision: big_vision/trainers/proj/distill/distill.py")
 def distillation(p, b):
-    teacher, student = b["y"] / 2.0, logits_of(p, b["x"]) / 2.0
+    teacher = b["y"] / 2.0
+    student = logits_of(p, b["x"]) / 2.0
     log_teacher = jax.nn.log_softmax(teacher)
     return jnp.mean(jnp.sum(jnp.exp(log_teacher) * (log_teacher - jax.nn.log_softmax(student)), -1))
 
@@ -262,7 +268,8 @@ def classifier_with_dropout(p, b, rng):
 
 @of("google-research/fixmatch: fixmatch.py")
 def fixmatch(p, b):
-    weak, strong = jax.lax.stop_gradient(logits_of(p, b["x"])), logits_of(p, b["other"])
+    weak = jax.lax.stop_gradient(logits_of(p, b["x"]))
+    strong = logits_of(p, b["other"])
     probabilities = jax.nn.softmax(weak)
     confident = jnp.max(probabilities, -1) >= 0.4
     pseudo = optax.softmax_cross_entropy_with_integer_labels(strong, jnp.argmax(weak, -1))
@@ -300,7 +307,8 @@ def batch_normalised(p, b):
 
 @mixing("google-research/simclr: objective.py")
 def simclr(p, b):
-    z1, z2 = normalised(hidden(p, b["x"])), normalised(hidden(p, b["other"]))
+    z1 = normalised(hidden(p, b["x"]))
+    z2 = normalised(hidden(p, b["other"]))
     self_mask = jnp.eye(len(z1)) * 1e9
     logits = jnp.concatenate([z1 @ z2.T, z1 @ z1.T - self_mask], 1) / 0.1
     return jnp.mean(optax.softmax_cross_entropy(logits, jnp.eye(len(z1), 2 * len(z1))))
@@ -308,7 +316,8 @@ def simclr(p, b):
 
 @mixing("mlfoundations/open_clip: src/open_clip/loss.py")
 def clip_loss(p, b):
-    image, text = normalised(hidden(p, b["x"])), normalised(b["other"] @ p["square"])
+    image = normalised(hidden(p, b["x"]))
+    text = normalised(b["other"] @ p["square"])
     logits = image @ text.T * jnp.exp(p["scale"][0])
     labels = jnp.arange(len(logits))
     both = [optax.softmax_cross_entropy_with_integer_labels(x, labels) for x in (logits, logits.T)]
@@ -317,7 +326,8 @@ def clip_loss(p, b):
 
 @mixing("google-research/big_vision: big_vision/trainers/proj/image_text/siglip.py")
 def siglip(p, b):
-    image, text = normalised(hidden(p, b["x"])), normalised(b["other"] @ p["square"])
+    image = normalised(hidden(p, b["x"]))
+    text = normalised(b["other"] @ p["square"])
     logits = image @ text.T * jnp.exp(p["scale"][0]) + p["scale"][1]
     signs = 2 * jnp.eye(len(logits)) - 1
     return -jnp.mean(jnp.sum(jax.nn.log_sigmoid(signs * logits), -1))
@@ -325,7 +335,8 @@ def siglip(p, b):
 
 @mixing("facebookresearch/vicreg: main_vicreg.py")
 def vicreg(p, b):
-    z1, z2 = hidden(p, b["x"]), hidden(p, b["other"])
+    z1 = hidden(p, b["x"])
+    z2 = hidden(p, b["other"])
     spread = sum(jnp.mean(jax.nn.relu(1 - jnp.sqrt(z.var(0) + 1e-4))) for z in (z1, z2))
     centred = z1 - z1.mean(0)
     covariance = centred.T @ centred / (len(z1) - 1)
@@ -335,7 +346,8 @@ def vicreg(p, b):
 
 @mixing("facebookresearch/barlowtwins: main.py")
 def barlow_twins(p, b):
-    z1, z2 = hidden(p, b["x"]), hidden(p, b["other"])
+    z1 = hidden(p, b["x"])
+    z2 = hidden(p, b["other"])
     z1, z2 = ((z - z.mean(0)) / jnp.sqrt(z.var(0) + 1e-5) for z in (z1, z2))
     correlation = z1.T @ z2 / len(z1)
     return jnp.sum((correlation - jnp.eye(6)) ** 2)
@@ -358,7 +370,8 @@ def byol(p, b):
 
 @of("facebookresearch/simsiam: main_simsiam.py")
 def simsiam(p, b):
-    z1, z2 = hidden(p, b["x"]), hidden(p, b["other"])
+    z1 = hidden(p, b["x"])
+    z2 = hidden(p, b["other"])
     pairs = [(z1 @ p["square"], z2), (z2 @ p["square"], z1)]
     cosines = [
         jnp.sum(normalised(a) * normalised(jax.lax.stop_gradient(z)), -1).mean() for a, z in pairs
@@ -515,7 +528,8 @@ def ppo_with_normalised_advantages(p, b):
 
 @of("google-deepmind/rlax: rlax/_src/value_learning.py")
 def double_q_learning(p, b):
-    q, q_next = logits_of(p, b["x"]), jax.lax.stop_gradient(logits_of(p, b["other"]))
+    q = logits_of(p, b["x"])
+    q_next = jax.lax.stop_gradient(logits_of(p, b["other"]))
 
     def td_error(q_row, action, reward, next_row, selector):
         return reward + 0.9 * next_row[jnp.argmax(selector)] - q_row[action]
@@ -544,7 +558,8 @@ def vtrace(p, b):
 
 @of("google/dopamine: dopamine/jax/agents/implicit_quantile/implicit_quantile_agent.py")
 def quantile_huber(p, b):
-    predicted, target = token_logits(p, b), b["seq"]
+    predicted = token_logits(p, b)
+    target = b["seq"]
     errors = target[:, :, None, :] - predicted[:, :, :, None]
     taus = (jnp.arange(FEATURES) + 0.5) / FEATURES
     weights = jnp.abs(taus[:, None] - (errors < 0).astype(float))
@@ -560,7 +575,8 @@ def expectile_value(p, b):
 
 @drawing("ikostrikov/jaxrl: jaxrl/agents/sac/actor.py")
 def soft_actor(p, b, rng):
-    mean, log_std = logits_of(p, b["x"]), jnp.clip(hidden(p, b["x"])[:, :CLASSES], -5, 2)
+    mean = logits_of(p, b["x"])
+    log_std = jnp.clip(hidden(p, b["x"])[:, :CLASSES], -5, 2)
     actions = mean + jnp.exp(log_std) * jax.random.normal(rng, mean.shape)
     log_p = -0.5 * ((actions - mean) / jnp.exp(log_std)) ** 2 - log_std
     log_p = jnp.sum(log_p - 2 * (jnp.log(2.0) - actions - jax.nn.softplus(-2 * actions)), -1)
@@ -574,7 +590,8 @@ def categorical_q(p, b):
     step = atoms[1] - atoms[0]
     target = jnp.clip(b["scalar"][:, None] + 0.9 * atoms, -1.0, 1.0)
     place = (target + 1.0) / step
-    low, high = jnp.floor(place), jnp.ceil(place)
+    low = jnp.floor(place)
+    high = jnp.ceil(place)
     mass = jax.nn.softmax(b["seq"][:, 0])
 
     def project(low, high, place, mass):
@@ -604,7 +621,8 @@ def two_hot_returns(p, b):
 
 @of("google/flax: examples/vae/train.py")
 def variational_autoencoder(p, b):
-    mean, log_var = hidden(p, b["x"]), b["x"] @ p["square"]
+    mean = hidden(p, b["x"])
+    log_var = b["x"] @ p["square"]
     z = mean + jnp.exp(0.5 * log_var) * b["noise"]
     bce = optax.sigmoid_binary_cross_entropy(z @ p["head"], jax.nn.sigmoid(b["x"]))
     kld = -0.5 * jnp.sum(1 + log_var - mean**2 - jnp.exp(log_var), -1)

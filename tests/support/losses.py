@@ -46,7 +46,8 @@ def cast(tree: Any, dtype: Any) -> Any:
 
 def clip(params, batch):
     """Contrastive loss over the pairs of the batch: every other text is a negative of an image."""
-    image, text = batch["image"] @ params["image"], batch["text"] @ params["text"]
+    image = batch["image"] @ params["image"]
+    text = batch["text"] @ params["text"]
     image = image / jnp.linalg.norm(image, axis=-1, keepdims=True)
     text = text / jnp.linalg.norm(text, axis=-1, keepdims=True)
     logits = image @ text.T * jnp.exp(params["temperature"])

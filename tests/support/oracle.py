@@ -13,7 +13,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 FOLDER = Path(__file__).parents[1] / "rooms" / "models" / "open_weights"
-RATE, DECAY, EPSILON = 1e-2, 0.1, 1e-3
+RATE = 1e-2
+DECAY = 0.1
+EPSILON = 1e-3
 """AdamW: an epsilon near the size of gradients, since else the first step is a sign, and rounding
 flips it.
 """

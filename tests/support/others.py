@@ -118,8 +118,10 @@ def nnx_cnn():
 
     class CNN(nnx.Module):
         def __init__(self, rngs):
-            self.conv, self.norm = nnx.Conv(3, 8, (3, 3), rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
-            self.dropout, self.linear = nnx.Dropout(0.2, rngs=rngs), nnx.Linear(128, 4, rngs=rngs)
+            self.conv = nnx.Conv(3, 8, (3, 3), rngs=rngs)
+            self.norm = nnx.BatchNorm(8, rngs=rngs)
+            self.dropout = nnx.Dropout(0.2, rngs=rngs)
+            self.linear = nnx.Linear(128, 4, rngs=rngs)
 
         def __call__(self, x):
             x = nnx.avg_pool(nnx.relu(self.norm(self.conv(x))), (2, 2), strides=(2, 2))
@@ -222,10 +224,8 @@ def equinox_batch_norm():
 
         def __init__(self, key):
             keys = jax.random.split(key)
-            self.up, self.down = (
-                eqx.nn.Linear(12, 16, key=keys[0]),
-                eqx.nn.Linear(16, 4, key=keys[1]),
-            )
+            self.up = eqx.nn.Linear(12, 16, key=keys[0])
+            self.down = eqx.nn.Linear(16, 4, key=keys[1])
             self.norm = eqx.nn.BatchNorm(16, axis_name="batch", mode="batch")
 
         def __call__(self, x, state):
@@ -609,10 +609,8 @@ def gan():
         )
 
     def discriminator_loss(params, batch):
-        real, fake = (
-            discriminate(params, batch["x"]),
-            discriminate(params, generate(params, batch["z"])),
-        )
+        real = discriminate(params, batch["x"])
+        fake = discriminate(params, generate(params, batch["z"]))
         return jax.nn.softplus(-real).mean() + jax.nn.softplus(fake).mean()
 
     def generator_loss(params, batch):

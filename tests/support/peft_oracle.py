@@ -16,7 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support import oracle
 
 FIXTURE = oracle.FOLDER / "peft_llama3.npz"
-CASE, RANK, ALPHA = "llama3", 2, 6
+CASE = "llama3"
+RANK = 2
+ALPHA = 6
 MODULES = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
 
 
@@ -28,7 +30,8 @@ def weights(shapes):
 def write_adapters(folder):
     """Write the adapters as peft writes them."""
     with np.load(FIXTURE) as results:
-        shapes, config = json.loads(str(results["shapes"])), str(results["config"])
+        shapes = json.loads(str(results["shapes"]))
+        config = str(results["config"])
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text(config)
     save_file(weights(shapes), folder / "adapter_model.safetensors", metadata={"format": "pt"})

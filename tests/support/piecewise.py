@@ -226,7 +226,8 @@ def _loss_and_gradient(
 ) -> dict[str, Any]:
     gradient: Any = 0.0
     for (total, weight), (total_slope, weight_slope) in zip(terms, slopes, strict=True):
-        value, weight = np.sum(total) / np.sum(weight), np.sum(weight)
+        value = np.sum(total) / np.sum(weight)
+        weight = np.sum(weight)
         leaves = zip(jax.tree.leaves(total_slope), jax.tree.leaves(weight_slope), strict=True)
         flat = [(np.sum(t, 0) - value * np.sum(w, 0)).ravel() / weight for t, w in leaves]
         gradient = gradient + np.concatenate(flat or [np.zeros(1)])
@@ -245,7 +246,8 @@ def _difference(pairs: list[tuple[Any, Any]]) -> float:
     differences = []
     for expected, actual in pairs:
         is_float32 = np.result_type(expected) == np.float32
-        expected, actual = np.asarray(expected, float), np.asarray(actual, float)
+        expected = np.asarray(expected, float)
+        actual = np.asarray(actual, float)
         if not (np.isfinite(expected).any() or np.isfinite(actual).any()):
             continue
         equal = (expected == actual) | (np.isnan(expected) & np.isnan(actual))

@@ -120,7 +120,9 @@ class _Writer:
     """
 
     def __init__(self, draw: random.Random, params: dict, batch: dict, pieces: int):
-        self.draw, self.lines, self.values = draw, [], []
+        self.draw = draw
+        self.lines = []
+        self.values = []
         rows = len(batch["x"])
         self.rows = rows, rows // pieces
 
@@ -162,7 +164,8 @@ class _Writer:
 
     def needed(self, loss: str) -> list[str]:
         """Return the statements that the loss follows from."""
-        names, lines = _names(loss), []
+        names = _names(loss)
+        lines = []
         for line in reversed(self.lines):
             name, expression = line.split(" = ", 1)
             if name in names:
@@ -252,7 +255,8 @@ class _Writer:
         return re.sub(r"\{(\w+)\}", lambda match: filling[match[1]], template)
 
     def fill(self, token: str) -> str | None:
-        draw, picked = self.draw, self.picked
+        draw = self.draw
+        picked = self.picked
         floats = [value for value in self.values if value.is_float]
         rows = [value for value in floats if value.kind == "rows"]
         odd_values = [value for value in floats if value.kind == "odd" and value.shape]

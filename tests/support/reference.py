@@ -71,7 +71,9 @@ def train(
         )
         return optax.apply_updates(part, updates), opt_state, loss, optax.tree.norm(grads)
 
-    part, opt_state, history = split(params), jax.jit(tx.init)(split(params)), []
+    part = split(params)
+    opt_state = jax.jit(tx.init)(split(params))
+    history = []
     for batch in batches:
         part, opt_state, loss, norm = step(part, opt_state, batch)
         history.append((float(loss), float(norm)))

@@ -50,7 +50,8 @@ from support.piecewise import as_users_have_it
 
 AXIS = "data"
 """The mesh axis of cases with collectives."""
-OTHER_AXIS, OTHER_DEVICES = "model", 2
+OTHER_AXIS = "model"
+OTHER_DEVICES = 2
 """A mesh axis that divides the work of every piece in the same way, and its size."""
 SCALE = 0.5
 """The derivative of the whole loss is this many times the sum of the derivatives of the pieces."""
@@ -224,7 +225,8 @@ def draw_pair(
 
     All pieces draw the same random numbers.
     """
-    dtype, numbers = np.dtype(dtype), numbers or any_numbers
+    dtype = np.dtype(dtype)
+    numbers = numbers or any_numbers
     if isinstance(relation, Unrelated):
         return numbers(rng, shapes[0], dtype), [
             numbers(rng, shapes[1], dtype) for _ in range(num_pieces)
@@ -288,7 +290,8 @@ def any_numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtyp
     if dtype.kind == "b":
         return rng.integers(0, 2, shape).astype(bool)
     if dtype.kind in "iu":
-        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+        low = np.iinfo(dtype).min
+        high = np.iinfo(dtype).max
         return rng.integers(max(low, -(2**20)), min(high, 2**20), shape, endpoint=True).astype(
             dtype
         )
@@ -367,7 +370,8 @@ def violation(relation: Relation, whole_value: Any, pieces: Sequence[Any]) -> st
     """
     if isinstance(relation, Unrelated):
         return None
-    whole_value, pieces = np.asarray(whole_value), [np.asarray(piece) for piece in pieces]
+    whole_value = np.asarray(whole_value)
+    pieces = [np.asarray(piece) for piece in pieces]
     shapes = whole_value.shape, pieces[0].shape
     if isinstance(relation, Known):
         return _known_violation(relation, whole_value, pieces)
@@ -382,7 +386,8 @@ def violation(relation: Relation, whole_value: Any, pieces: Sequence[Any]) -> st
         ]
         return next((problem for problem in problems if problem), None)
     tolerance = _tolerance([whole_value, *pieces])
-    whole_value, pieces = _exact(whole_value), [_exact(piece) for piece in pieces]
+    whole_value = _exact(whole_value)
+    pieces = [_exact(piece) for piece in pieces]
     row_dim = (
         relation.dim
         if isinstance(relation, Split)
@@ -402,7 +407,8 @@ def violation(relation: Relation, whole_value: Any, pieces: Sequence[Any]) -> st
         if sizes[0] != sizes[1] * len(pieces) or sizes[1] % relation.blocks:
             return f"its dim {relation.dim} has sizes {sizes}"
     dims = [dim for dim in differing_dims(shapes) if dim != row_dim]
-    whole_value, pieces = _unspread(whole_value, dims), [_unspread(piece, dims) for piece in pieces]
+    whole_value = _unspread(whole_value, dims)
+    pieces = [_unspread(piece, dims) for piece in pieces]
     if isinstance(relation, Shifted):
         return _shifted_violation(relation, whole_value, pieces, tolerance)
     if isinstance(relation, Extreme):
@@ -453,7 +459,8 @@ def _shifted_violation(
     The residuals R_i = W_i - r P_i are c sum T - r T_i, which are constant along the rows. Their
     sum is (n c - r) sum T.
     """
-    rows, share = relation.split, relation.total.ratio
+    rows = relation.split
+    share = relation.total.ratio
     numbers = joined_pieces(rows, [np.full(piece.shape, i) for i, piece in enumerate(pieces)])
     residuals = whole_value - float(rows.ratio) * joined_pieces(rows, pieces)
     sums = 0.0
@@ -500,7 +507,8 @@ def _unspread(value: np.ndarray, dims: Sequence[int]) -> np.ndarray:
 
 
 def _equal(a: Any, b: Any, tolerance: float) -> bool:
-    a, b = np.asarray(a), np.asarray(b)
+    a = np.asarray(a)
+    b = np.asarray(b)
     if a.shape != b.shape:
         return False
     if a.dtype == object:

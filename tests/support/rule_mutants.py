@@ -43,7 +43,10 @@ SWAPS = {
 BUILTINS = {"all": "any", "any": "all", "min": "max", "max": "min"}
 MARKED = ("Split", "Same", "Total", "Shifted", "Extreme", "scaled")
 """Functions whose arguments are marks and ratios."""
-CHUNK, MOST_CASES, MOST_CHECKS, DRAWS = 25, 1500, 8, 4
+CHUNK = 25
+MOST_CASES = 1500
+MOST_CHECKS = 8
+DRAWS = 4
 """The number of cases that run before their answers are checked, the number of cases that run, the
 number of answers that are compared with concrete results, and the number of draws of each.
 """

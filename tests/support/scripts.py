@@ -15,7 +15,8 @@ from support.paths import ROOT
 @contextlib.contextmanager
 def imported(name: str) -> Iterator[ModuleType]:
     """Import a script, and forget it, its modules and the flags that it sets afterwards."""
-    folder, before = str(ROOT / "benchmarks"), set(sys.modules)
+    folder = str(ROOT / "benchmarks")
+    before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         for variable in ("XLA_FLAGS", "JAX_PLATFORMS"):

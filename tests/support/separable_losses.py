@@ -176,7 +176,8 @@ def two_batches(params, batch):
 
 def preferences(params, batch):
     both = forward(params, jnp.concatenate([batch["x"], batch["other"]], axis=0)).sum(-1)
-    chosen, rejected = both[: len(batch["x"])], both[len(batch["x"]) :]
+    chosen = both[: len(batch["x"])]
+    rejected = both[len(batch["x"]) :]
     margin = chosen - rejected
     return -jax.nn.log_sigmoid(margin).mean(), {
         "margin": margin.mean(),

@@ -10,7 +10,14 @@ from jax.sharding import PartitionSpec as P
 
 import shardopt as so
 
-ROWS, LENGTH, WIDTH, HEADS, GROUPS, HEAD, VOCAB, LAYERS = 8, 16, 16, 8, 4, 4, 32, 4
+ROWS = 8
+LENGTH = 16
+WIDTH = 16
+HEADS = 8
+GROUPS = 4
+HEAD = 4
+VOCAB = 32
+LAYERS = 4
 RULES = (
     ("^blocks/[qkv]$", P(None, "tensor", None)),
     ("^blocks/out$", P("tensor", None, None)),
@@ -94,10 +101,8 @@ def sequences(
 def rotated(x, positions):
     """Turn pairs of components by angles that grow with the position."""
     angle = positions[..., None] * (0.1 ** jnp.arange(x.shape[-1] // 2))[None, None]
-    cos, sin = (
-        jnp.cos(angle)[:, :, None].astype(x.dtype),
-        jnp.sin(angle)[:, :, None].astype(x.dtype),
-    )
+    cos = jnp.cos(angle)[:, :, None].astype(x.dtype)
+    sin = jnp.sin(angle)[:, :, None].astype(x.dtype)
     a, b = jnp.split(x, 2, -1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
 

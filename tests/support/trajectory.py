@@ -8,7 +8,8 @@ def trajectory(tx, params):
     """Return run(grads [steps, ...]) -> parameters after each step."""
 
     def run(grads):
-        now, seen = params, []
+        now = params
+        seen = []
         state = tx.init(now)
         for t in range(len(jax.tree.leaves(grads)[0])):
             updates, state = tx.update(jax.tree.map(lambda g, t=t: g[t], grads), state, now)

@@ -181,7 +181,8 @@ def block(value: DerivedValue, dim: int, at: Positions, n: int) -> DerivedValue:
         return value
     size = value.shape[dim]
     shape = replaced(value.shape, dim, size // n)
-    factors, hidden = list(normal(value.dims[dim])), cut_beside(value, shape)
+    factors = list(normal(value.dims[dim]))
+    hidden = cut_beside(value, shape)
     if factors and factors[0].size == 0 and factors[0].local % n == 0:
         factors[0] = factors[0]._replace(local=factors[0].local // n)
     elif factors and factors[0].size > 0 and factors[0].local % n == 0:
@@ -217,7 +218,8 @@ def gathered(value: DerivedValue, dim: int, groups: Groups) -> DerivedValue:
     # joined in their order, pieces are a dim to the left of their elements
     minor = math.prod(value.shape[dim:])
     coordinate, hidden = _gathered_coordinate(value, groups, devices, minor)
-    dims, factors = value.dims, list(value.dims[dim])
+    dims = value.dims
+    factors = list(value.dims[dim])
     if coordinate is None:
         factors = [Factor(n, 0, zeros(devices)), *factors]
     else:

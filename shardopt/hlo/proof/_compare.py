@@ -131,7 +131,8 @@ class Reference:
     def _drawn(self, draw: int, equal: Equal) -> list[np.ndarray]:
         values = []
         for line, drawn in zip(self.interpreter.parameters, self.drawn.draw(draw), strict=True):
-            value, name = drawn, op_name_of(line)
+            value = drawn
+            name = op_name_of(line)
             has_copies = "batch" not in name and (equal.params or "params" not in name)
             for axis in equal.axes if has_copies else ():
                 value = self.interpreter.with_equal_pieces(value, line, axis)
@@ -161,7 +162,8 @@ class Reference:
         count = self.drawn.num_draws
         draws = [draw for draw in range(count) if all(map(_tells, self.results(draw)))]
         for draw in range(count, count + len(STEERED)):
-            if not (before := self.sides.one_sided):
+            before = self.sides.one_sided
+            if not before:
                 break
             is_finite = all(map(_tells, self.results(draw)))
             if is_finite and self.sides.one_sided != before:
@@ -194,7 +196,8 @@ def compare(
     interpreter = Interpreter(module, limit=MAX_NUMBERS)
     devices = interpreter.replicas * interpreter.partitions
     try:
-        if refusal := _refusal(interpreter, reference):
+        refusal = _refusal(interpreter, reference)
+        if refusal:
             return Comparison(None, refusal)
         ranks = [len(array_shape(line.shape)) for line in interpreter.parameters]
         into = [
@@ -337,7 +340,8 @@ def folded_constants(module: Module, written: Module) -> dict[float, float]:
 
 
 def _constants(module: Module) -> tuple[set[str], set[float]]:
-    types, numbers = set(), set()
+    types = set()
+    numbers = set()
     for line in (line for lines in module.computations.values() for line in lines):
         types.add(line.shape.partition("[")[0])
         if line.opcode == "constant" and _FLOAT.match(line.shape):

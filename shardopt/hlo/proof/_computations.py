@@ -67,7 +67,9 @@ class Derivation:
     def __init__(
         self, computations: dict[str, tuple[Line, ...]], replicas: int, partitions: int
     ) -> None:
-        self.computations, self.replicas, self.partitions = computations, replicas, partitions
+        self.computations = computations
+        self.replicas = replicas
+        self.partitions = partitions
         self.devices = replicas * partitions
         self.known: dict[tuple[str, tuple[Result, ...]], Result] = {}
         self.sums_of_constants: dict[str, None] = {}
@@ -145,7 +147,8 @@ class Derivation:
             return self._collective(line, opcode, operands)
         if opcode == "dynamic-slice" and (interval := operands[0].facts.interval) is not None:
             return block_of(line, interval, operands[1:])
-        if faults := _faults(operands):
+        faults = _faults(operands)
+        if faults:
             return faulty(line.shape, faults)
         return self._local(line, list(operands))
 
@@ -194,7 +197,8 @@ class Derivation:
             return self._of_whole_dims(line, operands, 1)
         if target == "AllocateBuffer":  # the program writes all of it before it reads it
             return self._allocated(line.dims)
-        if gemm := read_gemm(line.attributes):
+        gemm = read_gemm(line.attributes)
+        if gemm:
             return self._gemm(line, gemm, operands)
         if target.startswith("lapack_") or target in ("Cholesky", "Qr", "Eigh"):
             return self._of_whole_dims(line, operands, 2)
@@ -264,7 +268,8 @@ class Derivation:
         names, senders, starts = zip(
             *(self._piece(name, dim, lines) for name in line.operands), strict=True
         )
-        value, sizes = values[names[0]], [lines[name].dims[dim] for name in line.operands]
+        value = values[names[0]]
+        sizes = [lines[name].dims[dim] for name in line.operands]
         if len(set(names)) > 1 or not isinstance(value, DerivedValue):
             return result
         interval = window(value, dim, np.stack(senders), np.array(starts), np.array(sizes))
@@ -274,7 +279,8 @@ class Derivation:
         """Return the name of the value that an operand is a piece of, the devices that send it, and
         where it starts.
         """
-        senders, start = np.arange(self.devices), 0
+        senders = np.arange(self.devices)
+        start = 0
         while len((line := lines[name]).operands) == 1 and line.opcode in _MOVES:
             if line.opcode == "collective-permute":
                 senders = np.where(senders < 0, -1, self._senders(line)[senders])
@@ -355,7 +361,8 @@ class Derivation:
             return self._by_part(
                 value, lambda part: _exchanged(part, dim, groups, major_to_minor(line.shape))
             )
-        at, n = _collectives.position_in_group(groups), len(groups[0])
+        at = _collectives.position_in_group(groups)
+        n = len(groups[0])
         return self._by_part(
             value, lambda part: _collectives.block(self._reduced(line, part, groups), dim, at, n)
         )
@@ -381,7 +388,8 @@ class Derivation:
         return DerivedValue(replaced(parts[0].shape, dim, value.shape[dim]), parts=parts)
 
     def _tuple_all_to_all(self, line: Line, operands: Sequence[DerivedValue]) -> Result:
-        if faults := _faults(operands):
+        faults = _faults(operands)
+        if faults:
             return faulty(line.shape, faults)
         if any(operand.parts for operand in operands):
             raise Unproved("devices send each other buckets of different pieces.")
@@ -415,7 +423,8 @@ _RULES = {
 
 def apply(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     """Return the value of a local instruction with one array as its result."""
-    if (data := evaluate(line, values)) is not None:
+    data = evaluate(line, values)
+    if data is not None:
         return known(data, line)
     if any(value.parts for value in values):
         return by_parts(line, values, apply)

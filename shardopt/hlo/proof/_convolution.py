@@ -23,7 +23,10 @@ def convolution(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     windows = window_dims(line.attributes)
     if any(line.attributes.get(f"{kind}_group_count", "1") != "1" for kind in ("feature", "batch")):
         raise Unproved("no rule covers a convolution in groups.")
-    batch, contracting, free_left, free_right = [], [("f", "i")], ["b"], ["o"]
+    batch = []
+    contracting = [("f", "i")]
+    free_left = ["b"]
+    free_right = ["o"]
     for label in sorted(set(result_labels) - set("bf")):
         index = int(label)
         size = lhs.shape[left_labels.index(label)], rhs.shape[right_labels.index(label)]
@@ -72,5 +75,6 @@ def convolution(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
 def _without(value: DerivedValue, labels: str, removed: Sequence[str]) -> tuple[DerivedValue, str]:
     """Drop the spatial dims of one element that are free in the other operand."""
     remaining = [i for i, label in enumerate(labels) if not (label in removed and label.isdigit())]
-    shape, dims = tuple(value.shape[i] for i in remaining), tuple(value.dims[i] for i in remaining)
+    shape = tuple(value.shape[i] for i in remaining)
+    dims = tuple(value.dims[i] for i in remaining)
     return value._replace(shape=shape, dims=dims, data=None), "".join(labels[i] for i in remaining)

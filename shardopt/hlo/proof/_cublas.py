@@ -42,7 +42,8 @@ def read_gemm(attributes: Mapping[str, str]) -> Gemm | None:
     if attributes.get("custom_call_target", "").strip('"') not in TARGETS:
         return None
     config = json.loads(attributes["backend_config"])["gemm_backend_config"]
-    dims, epilogue = config["dot_dimension_numbers"], config.get("epilogue", "DEFAULT")
+    dims = config["dot_dimension_numbers"]
+    epilogue = config.get("epilogue", "DEFAULT")
     if epilogue not in EPILOGUES or config.get("alpha_imag", 0) or config.get("scale_mode", 0):
         raise ValueError(f"a product of cuBLAS with epilogue {epilogue} is not read")
     batch, contracting = (

@@ -94,7 +94,8 @@ class Arguments:
         extra = draw - self.num_draws
         scale = SCALES[draw % len(SCALES)] if extra < 0 else STEERED[extra]
         for line in self.parameters:
-            shape, name = read_shape(line.shape), op_name_of(line)
+            shape = read_shape(line.shape)
+            name = op_name_of(line)
             if shape.dtype.kind == "u":
                 limit = 2**31 if shape.dtype == np.uint32 else FEW
                 value = source.integers(0, limit, shape.dims)
@@ -186,7 +187,8 @@ class _Walk:
         """Yield the parameters that get an operand of a call, loop or conditional."""
         computations = _called(call)
         if call.opcode == "conditional":  # a branch has one operand, after the index
-            computations, position = computations[position - 1 : position], 0
+            computations = computations[position - 1 : position]
+            position = 0
         for callee in computations:
             for line in self.lines[callee].values():
                 if line.opcode == "parameter" and line.arguments.startswith(f"{position})"):

@@ -47,8 +47,10 @@ def starts_of(value: DerivedValue, devices: int) -> np.ndarray | None:
 
 def dynamic_slice(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     """Return the rule of a slice that starts at computed positions."""
-    value, indices = values[0], values[1:]
-    dims, hidden = list(value.dims), value.hidden
+    value = values[0]
+    indices = values[1:]
+    dims = list(value.dims)
+    hidden = value.hidden
     for dim, (size, index) in enumerate(
         zip(line.integers("dynamic_slice_sizes"), indices, strict=True)
     ):
@@ -87,7 +89,8 @@ def _own_block(dim: Dim, size: int, start: np.ndarray, order: int) -> tuple[Dim,
         return tuple(factor._replace(local=size) for factor in dim[:1] if size != 1), []
     if len(dim) == 1 and dim[0].size > 0:
         (factor,) = dim
-        at, total = Positions.of(factor.at.array + start), factor.size
+        at = Positions.of(factor.at.array + start)
+        total = factor.size
         if size == 1:
             return (), [Hidden("dim", at, total, order)]
         return (Factor(size, total, at),), []
@@ -103,8 +106,11 @@ def _own_block(dim: Dim, size: int, start: np.ndarray, order: int) -> tuple[Dim,
 
 def dynamic_update_slice(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     """Return the rule of an update at computed positions."""
-    base, update, indices = values[0], values[1], values[2:]
-    same, dims = [], list(base.dims)
+    base = values[0]
+    update = values[1]
+    indices = values[2:]
+    same = []
+    dims = list(base.dims)
     index_hidden: list[Hidden] = []
     padded: list[Hidden] = []
     for dim, (size, index) in enumerate(zip(update.shape, indices, strict=True)):
@@ -144,13 +150,15 @@ def _covers(start: np.ndarray, size: int, local: int) -> bool:
 
 def _updated_piece(base: DerivedValue, update: DerivedValue, dim: int) -> Dim:
     """A device writes its elements at the same place within its piece."""
-    size, local = update.shape[dim], base.shape[dim]
+    size = update.shape[dim]
+    local = base.shape[dim]
     for value, count in ((base, local), (update, size)):
         factors = value.dims[dim]
         if len(factors) != 1 or factors[0].size <= count:
             continue
         (factor,) = factors
-        blocks, at = factor.size // count, scaled(factor.at, 1, count)
+        blocks = factor.size // count
+        at = scaled(factor.at, 1, count)
         other = update if value is base else base
         if (
             other.zero
@@ -218,8 +226,10 @@ def _padded(
 def gather(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     """Return the rule of a gather."""
     operand, indices = values
-    offset_dims, collapsed = line.integers("offset_dims"), line.integers("collapsed_slice_dims")
-    starts, sizes = line.integers("start_index_map"), line.integers("slice_sizes")
+    offset_dims = line.integers("offset_dims")
+    collapsed = line.integers("collapsed_slice_dims")
+    starts = line.integers("start_index_map")
+    sizes = line.integers("slice_sizes")
     vector_dim = line.integers("index_vector_dim")[0]
     batching = line.pairs("operand_batching_dims", "start_indices_batching_dims")
     if pending(indices):
@@ -269,10 +279,8 @@ def scatter(line: Line, values: Sequence[DerivedValue], kind: str | None) -> Der
     `kind` is the reduction of its updates, None if they overwrite.
     """
     operand, indices, updates = values
-    window_dims, inserted = (
-        line.integers("update_window_dims"),
-        line.integers("inserted_window_dims"),
-    )
+    window_dims = line.integers("update_window_dims")
+    inserted = line.integers("inserted_window_dims")
     scattered = line.integers("scatter_dims_to_operand_dims")
     vector_dim = line.integers("index_vector_dim")[0]
     batching = line.pairs("input_batching_dims", "scatter_indices_batching_dims")

@@ -57,7 +57,8 @@ class CannotInterpretError(NotImplementedError):
         operand_text = instruction.arguments.partition(", metadata=")[0][:200]
         line = f"{instruction.name} = {instruction.shape} {instruction.opcode}({operand_text}"
         super().__init__(f"interpret: cannot interpret {line}: {reason.rstrip('.')}.")
-        self.instruction, self.reason = instruction, reason
+        self.instruction = instruction
+        self.reason = reason
         self.waits_forever = any(words in reason for words in collectives.STUCK)
 
 
@@ -187,11 +188,13 @@ class Interpreter:
         if wide == line or not line.reads_bits:
             return self._step(wide)
         step = self._step(line)  # a number has its bits in its own type
-        source, target = line.operand(0).dtype, wide.result.dtype
+        source = line.operand(0).dtype
+        target = wide.result.dtype
         return lambda devices, values: step(devices, [values[0].astype(source)]).astype(target)
 
     def _step(self, line: Line) -> Step:
-        if operation := elementwise(line) or shaped(line):
+        operation = elementwise(line) or shaped(line)
+        if operation:
             return _local(operation)
         builder = getattr(self, "_" + line.opcode.replace("-", "_"), None)
         if builder is None:
@@ -306,11 +309,10 @@ class Interpreter:
         return lambda devices, values: self._scalars(name, values)
 
     def _reduce(self, line: Line) -> Step:
-        name, axes = (
-            line.callee,
-            tuple(dim + 1 for dim in line.integers("dimensions")),
-        )
-        kind, count = self._combiner(line), len(line.operand_shapes) // 2
+        name = line.callee
+        axes = tuple(dim + 1 for dim in line.integers("dimensions"))
+        kind = self._combiner(line)
+        count = len(line.operand_shapes) // 2
         if count == 1 and kind in UFUNCS:
             ufunc = UFUNCS[kind]
 
@@ -349,13 +351,15 @@ class Interpreter:
 
     def _sort(self, line: Line) -> Step:
         """Sort by neighbours that change places, which is stable."""
-        name, axis = line.callee, line.integers("dimensions")[0] + 1
+        name = line.callee
+        axis = line.integers("dimensions")[0] + 1
 
         def step(devices, values):
             columns = [np.moveaxis(value, axis, -1).copy() for value in values]
             length = columns[0].shape[-1]
             for turn in range(length):
-                first, second = slice(turn % 2, length - 1, 2), slice(turn % 2 + 1, length, 2)
+                first = slice(turn % 2, length - 1, 2)
+                second = slice(turn % 2 + 1, length, 2)
                 pairs = [
                     part for column in columns for part in (column[..., second], column[..., first])
                 ]
@@ -363,7 +367,8 @@ class Interpreter:
                     continue
                 swaps = self._scalars(name, pairs)
                 for column in columns:
-                    a, b = column[..., first].copy(), column[..., second].copy()
+                    a = column[..., first].copy()
+                    b = column[..., second].copy()
                     column[..., first], column[..., second] = (
                         np.where(swaps, b, a),
                         np.where(swaps, a, b),

@@ -68,7 +68,8 @@ def _remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def _shift(a: np.ndarray, b: np.ndarray, shift: np.ufunc, kind: str) -> np.ndarray:
     """Shift the bits of signed or unsigned numbers; far shifts leave the sign, or zeros."""
     bits = a.dtype.itemsize * 8
-    value, count = a.view(f"{kind}{bits}"), b.astype(np.uint64)
+    value = a.view(f"{kind}{bits}")
+    count = b.astype(np.uint64)
     shifted = shift(value, np.minimum(count, np.uint64(bits - 1)).astype(value.dtype))
     if kind == "uint":
         shifted = np.where(count < bits, shifted, 0).astype(value.dtype)
@@ -156,7 +157,8 @@ def reduce_rows(ufunc: Any, value: np.ndarray, axis: int | tuple[int, ...]) -> n
 
 def elementwise(line: Line) -> Operation | None:
     """Return an operation on single numbers; None for other opcodes."""
-    opcode, dtype = line.opcode, None if line.shape.startswith("(") else line.result.dtype
+    opcode = line.opcode
+    dtype = None if line.shape.startswith("(") else line.result.dtype
     if opcode in UNARY or opcode in BINARY:
         function = UNARY.get(opcode) or BINARY[opcode]
 
@@ -215,10 +217,12 @@ def shaped(line: Line) -> Operation | None:
 
 
 def _bitcast(line: Line) -> Operation:
-    source, target = line.operand(0), line.result
+    source = line.operand(0)
+    target = line.result
     # tiles pad other dims then, and the order is the same
     if source.without_ones() == target.without_ones():
-        source, target = source._replace(tile=()), target._replace(tile=())
+        source = source._replace(tile=())
+        target = target._replace(tile=())
 
     def apply(value):
         flat = to_memory(value, source)
@@ -244,7 +248,8 @@ def _bitcast_convert(line: Line) -> Operation:
 
 
 def _broadcast(line: Line) -> Operation:
-    dims, target = line.integers("dimensions"), line.dims
+    dims = line.integers("dimensions")
+    target = line.dims
 
     def apply(value):
         sizes = [1] * len(target)
@@ -281,7 +286,8 @@ def _padded(value: np.ndarray, fill: np.ndarray, edges: Sequence[Sequence[int]])
       edges: for each dim the numbers before, behind and between; negative edges cut.
     """
     shape = [len(value)]
-    into, out = [slice(None)], [slice(None)]
+    into = [slice(None)]
+    out = [slice(None)]
     for (low, high, inner), size in zip(edges, value.shape[1:], strict=True):
         step = inner + 1
         length = low + high + size + max(size - 1, 0) * inner
@@ -298,7 +304,8 @@ def _padded(value: np.ndarray, fill: np.ndarray, edges: Sequence[Sequence[int]])
 
 def iota(line: Line) -> Operation:
     """Return counts along a dim, for a number of devices."""
-    shape, dim = line.result, int(line.attributes.get("iota_dimension", "0"))
+    shape = line.result
+    dim = int(line.attributes.get("iota_dimension", "0"))
     sizes = [size if d == dim else 1 for d, size in enumerate(shape.dims)]
     values = np.broadcast_to(
         np.arange(shape.dims[dim]).astype(shape.dtype).reshape(sizes), shape.dims
@@ -360,7 +367,8 @@ def _dynamic_update_slice(line: Line) -> Operation:
     def apply(value, update, *starts):
         if not starts:
             return update
-        result, lengths = value.copy(), update.shape[1:]
+        result = value.copy()
+        lengths = update.shape[1:]
         inside = _inside(starts, value.shape[1:], lengths)
         result[_windows(inside, lengths, range(len(lengths)))] = update
         return result
@@ -377,7 +385,8 @@ def _dot(line: Line) -> Operation:
 
 def _product(line: Line, result: Shape, batch: Pairs, contracting: Pairs) -> Operation:
     """Return the inner product of two operands: dims in the order batch, left, right."""
-    lhs, rhs = line.operand(0).dims, line.operand(1).dims
+    lhs = line.operand(0).dims
+    rhs = line.operand(1).dims
     (lb, rb), (lc, rc) = (
         ([dim for dim, _ in pairs], [dim for _, dim in pairs]) for pairs in (batch, contracting)
     )
@@ -498,7 +507,8 @@ def _gather(line: Line) -> Operation:
         "operand_batching_dims",
         "start_indices_batching_dims",
     )
-    lengths, rank = line.integers("slice_sizes"), len(line.dims)
+    lengths = line.integers("slice_sizes")
+    rank = len(line.dims)
 
     def apply(value, indexes):
         starts = _inside(dims.places(len(lengths), indexes), value.shape[1:], lengths)
@@ -524,7 +534,8 @@ def scatter(line: Line, combine: str) -> Operation:
         "input_batching_dims",
         "scatter_indices_batching_dims",
     )
-    operand_rank, updates_rank = len(line.operand(0).dims), len(line.operand(2).dims)
+    operand_rank = len(line.operand(0).dims)
+    updates_rank = len(line.operand(2).dims)
     batch = [dim for dim in range(updates_rank) if dim not in dims.window]
     shown = dims.shown(operand_rank)
 
@@ -607,7 +618,8 @@ def orgqr(line: Line) -> Operation:
     from scipy.linalg import lapack
 
     def apply(value, taus):
-        matrices, rows = value.reshape(-1, *value.shape[-2:]), taus.reshape(-1, taus.shape[-1])
+        matrices = value.reshape(-1, *value.shape[-2:])
+        rows = taus.reshape(-1, taus.shape[-1])
         (function,) = lapack.get_lapack_funcs(("orgqr",), (value,))
         return np.stack([function(m, t)[0] for m, t in zip(matrices, rows, strict=True)]).reshape(
             value.shape

@@ -168,7 +168,8 @@ def error_between(actual: np.ndarray, expected: np.ndarray, scale: float | None 
         return math.inf
     if actual.dtype.kind in "biu" or actual.size == 0:
         return 0.0 if np.array_equal(actual, expected) else math.inf
-    a, b = actual.astype(np.float64), expected.astype(np.float64)
+    a = actual.astype(np.float64)
+    b = expected.astype(np.float64)
     finite = np.isfinite(b)
     if not np.array_equal(finite, np.isfinite(a)) or not np.array_equal(
         a[~finite], b[~finite], equal_nan=True

@@ -126,7 +126,10 @@ class _Search:
         known: _Known,
         shape: tuple[int, ...],
     ) -> None:
-        self.module, self.values, self.known, self.shape = module, values, known, shape
+        self.module = module
+        self.values = values
+        self.known = known
+        self.shape = shape
         self.lines = {
             (name, line.name): line for name, lines in module.computations.items() for line in lines
         }
@@ -143,7 +146,9 @@ class _Search:
         """Go back from a result."""
         entry = self.module.entry
         root = root_of(self.module)
-        waiting, seen, sites = [(entry, root.name, result)], set(), []
+        waiting = [(entry, root.name, result)]
+        seen = set()
+        sites = []
         # this result is wrong, even if its numbers are another value of the program
         self.right[waiting[0]] = False
         if root.opcode == "tuple":
@@ -262,7 +267,8 @@ class _Search:
                 for summed, features in self._readings(array)
                 if summed and self.known.has(features)
             )
-            if summed := next(matching, None):
+            summed = next(matching, None)
+            if summed:
                 name = self._name(source)
                 step = (
                     f"it reads {name} as if it were whole, and the sum of {name} over these devices"
@@ -274,7 +280,8 @@ class _Search:
 
     def _name(self, node: tuple[str, str, int]) -> str:
         """Return the name of a value; of a parameter of a fusion, the name outside."""
-        line, caller = self.lines[node[:2]], self.callers.get(node[0])
+        line = self.lines[node[:2]]
+        caller = self.callers.get(node[0])
         return (
             node[1]
             if caller is None or line.opcode != "parameter"

@@ -114,7 +114,8 @@ def _shifted(line: Line, operands: Sequence[DerivedValue]) -> Shift | None:
     sign = 1 if line.opcode == "add" else -1
     pairs = [(first, second), (second, first)] if sign == 1 else [(first, second)]
     for value, other in pairs:
-        shift, plus = value.facts.shift, _splat(other, line.devices)
+        shift = value.facts.shift
+        plus = _splat(other, line.devices)
         if shift is not None and plus is not None:
             return Shift(shift.source, Positions.of(shift.plus.array + sign * plus))
     return None
@@ -127,7 +128,8 @@ def _compared(line: Line, operands: Sequence[DerivedValue]) -> Range | None:
         (*operands, direction),
         (*operands[::-1], _MIRRORED.get(direction, "")),
     ):
-        shift, bound = value.facts.shift, _splat(other, line.devices)
+        shift = value.facts.shift
+        bound = _splat(other, line.devices)
         if shift is not None and bound is not None and turned in _MIRRORED:
             return _bounded(shift, bound, turned)
     return None

@@ -34,10 +34,13 @@ def window(
     """
     if len(value.dims) <= dim or len(value.dims[dim]) != 1:
         return None
-    factor, has_sender, offsets = value.dims[dim][0], senders >= 0, np.cumsum(sizes) - sizes
+    factor = value.dims[dim][0]
+    has_sender = senders >= 0
+    offsets = np.cumsum(sizes) - sizes
     places = factor.at.array[senders] + (starts - offsets)[:, None]
     at = np.where(has_sender, places, NOWHERE).max(0)
-    low, high = at + offsets[:, None], at + (offsets + sizes)[:, None]
+    low = at + offsets[:, None]
+    high = at + (offsets + sizes)[:, None]
     coordinates = [f.at for i, factors in enumerate(value.dims) for f in factors if i != dim] + [
         h.at for h in value.hidden
     ]
@@ -48,7 +51,8 @@ def window(
     ):
         return None
     joined = Factor(int(sizes.sum()), factor.size, Positions.of(at))
-    shape, dims = replaced(value.shape, dim, joined.local), replaced(value.dims, dim, (joined,))
+    shape = replaced(value.shape, dim, joined.local)
+    dims = replaced(value.dims, dim, (joined,))
     return value.changed(shape=shape, dims=dims)
 
 

@@ -58,7 +58,8 @@ def known(array: np.ndarray, line: Line) -> DerivedValue:
 
 def literal(line: Line) -> DerivedValue:
     """Return the value of a constant."""
-    shape, size = line.dims, math.prod(line.dims)
+    shape = line.dims
+    size = math.prod(line.dims)
     written = words_of_literal(line.arguments.partition(")")[0])
     has_all = "..." not in written and size <= LIMIT and len(written) in (1, size)
     if has_all and dtype_of(line.shape) in INTEGERS:

@@ -57,7 +57,8 @@ def _synchronous(chain: Sequence[Instruction]) -> list[Instruction]:
     )
     attributes = start.arguments[end_of(start.arguments) + 1 :]
     if kind == "async" or (kind == "custom-call" and ON_SPARSE_CORE in attributes):
-        kind, attributes = "call", attributes.replace("called_computations=", "to_apply=")
+        kind = "call"
+        attributes = attributes.replace("called_computations=", "to_apply=")
     lines = [line._replace(opcode="after-all", shape="()", arguments=")") for line in chain[:last]]
     lines.append(chain[last]._replace(opcode=kind, shape=shape, arguments=f"{values}){attributes}"))
     passed = f"%{chain[last].name})"

@@ -39,7 +39,8 @@ def along(value: DerivedValue) -> int:
 def by_parts(line: Line, values: Sequence[DerivedValue], apply: Apply) -> DerivedValue:
     """Apply an instruction to every part."""
     value = next(value for value in values if value.parts)
-    dim, parts = along(value), value.parts or ()
+    dim = along(value)
+    parts = value.parts or ()
     if line.opcode in BY_ELEMENT:
         columns = [_split(other, value, dim) for other in values]
         results = []
@@ -95,10 +96,13 @@ def _split(other: DerivedValue, value: DerivedValue, dim: int) -> list[DerivedVa
 
 def sliced(value: DerivedValue, start: int, stop: int, line: Line, apply: Apply) -> DerivedValue:
     """Return the elements from `start` to `stop` along the dim of the parts."""
-    dim, position, taken = along(value), 0, []
+    dim = along(value)
+    position = 0
+    taken = []
     for part in value.parts or ():
         size = part.shape[dim]
-        low, high = max(start - position, 0), min(stop - position, size)
+        low = max(start - position, 0)
+        high = min(stop - position, size)
         position += size
         if low >= high:
             continue

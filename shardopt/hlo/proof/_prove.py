@@ -126,7 +126,9 @@ def prove(
       "unknown", and so is a program that is neither derived nor compared. `docs/compiled_proof.md` says more.
     """
     source = _whole_source(program, inputs, outputs, lowered)
-    text, inputs, outputs = source.text, source.inputs, source.outputs
+    text = source.text
+    inputs = source.inputs
+    outputs = source.outputs
     sizes = _mesh_sizes(mesh, inputs, outputs)
     written = parse(text)
     module = opened(written)
@@ -250,7 +252,8 @@ def _derive(
     Raises:
       ValueError: if there is another number of shardings than of parameters or of results.
     """
-    parameters, devices = entry_parameters(module), math.prod(sizes_of_program(module))
+    parameters = entry_parameters(module)
+    devices = math.prod(sizes_of_program(module))
     if len(inputs) != len(parameters):
         problem = (
             f"the program has {len(parameters)} parameters, and {len(inputs)} shardings were"

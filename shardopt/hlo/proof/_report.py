@@ -44,7 +44,8 @@ def _around(instruction: Instruction, module: Module) -> str:
         if any(line is instruction for line in lines)
     )
     by_name = {line.name: line for line in lines}
-    shown, edge = {instruction.name}, [instruction]
+    shown = {instruction.name}
+    edge = [instruction]
     for _ in range(3):
         read = [
             by_name[o]

@@ -147,7 +147,8 @@ def _scalars_broadcast(values: Sequence[DerivedValue], line: Line) -> list[Deriv
 
 
 def _select(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
-    if (term := masked(line, values)) is not None:
+    term = masked(line, values)
+    if term is not None:
         return term
     dims, (predicate, first, second) = unified_operands(_scalars_broadcast(values, line))
     branches = DerivedValue(line.dims, dims, added([first, second], line.order))
@@ -169,7 +170,8 @@ def _passed(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
 
 
 def _broadcast(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
-    value, mapping = values[0], line.integers("dimensions")
+    value = values[0]
+    mapping = line.integers("dimensions")
     dims = [same_everywhere(size, line.devices) for size in line.dims]
     for source, target in enumerate(mapping):
         if value.shape[source] == line.dims[target]:
@@ -194,10 +196,13 @@ def reshaped(value: DerivedValue, shape: tuple[int, ...]) -> DerivedValue:
 def _bitcast(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     """A bitcast between two shapes with layouts is a transpose, a reshape and a transpose."""
     (value,) = values
-    source, target, shape = line.operand_shapes[0], line.shape, line.dims
+    source = line.operand_shapes[0]
+    target = line.shape
+    shape = line.dims
     if dtype_of(source) != dtype_of(target) and math.prod(shape) != math.prod(value.shape):
         raise Unproved("the bitcast changes the number of elements.")
-    order, new_order = major_to_minor(source), major_to_minor(target)
+    order = major_to_minor(source)
+    new_order = major_to_minor(target)
     stored = transposed(value, order) if order != tuple(range(len(order))) else value
     result = reshaped(stored, tuple(shape[dim] for dim in new_order))
     if new_order == tuple(range(len(new_order))):
@@ -332,14 +337,16 @@ def _concatenate(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
 
 
 def _joined_dim(values: Sequence[DerivedValue], dim: int, devices: int) -> Dim:
-    dims, sizes = [value.dims[dim] for value in values], [value.shape[dim] for value in values]
+    dims = [value.dims[dim] for value in values]
+    sizes = [value.shape[dim] for value in values]
     total = sum(sizes)
     if all(is_constant_along(joined) or is_whole(joined) for joined in dims):
         return whole(total, devices)
     first = dims[0]
     if len(first) != 1 or first[0].size <= 0 or not all_multiples(first[0].at, sizes[0]):
         raise Unproved("")
-    count, at = first[0].size // sizes[0], scaled(first[0].at, 1, sizes[0])
+    count = first[0].size // sizes[0]
+    at = scaled(first[0].at, 1, sizes[0])
     for joined, size in zip(dims, sizes, strict=True):
         if [(f.size, f.at) for f in joined] != [(count * size, scaled(at, size))]:
             raise Unproved("")
@@ -359,7 +366,8 @@ def reduced(
             if factor.size > factor.local:
                 if factor.size % factor.local or not all_multiples(factor.at, factor.local):
                     raise Unproved("it reduces a dim whose pieces overlap.")
-                count, at = factor.size // factor.local, scaled(factor.at, 1, factor.local)
+                count = factor.size // factor.local
+                at = scaled(factor.at, 1, factor.local)
                 count, at = _within_elements(value.hidden, count, at)
                 if count > 1:
                     hidden.append(Hidden(kind, at, count, line.order))

@@ -178,7 +178,8 @@ class RuleError(Exception):
 
     def __init__(self, reason: str, groups: tuple[tuple[int, ...], ...] = ()) -> None:
         super().__init__(reason)
-        self.reason, self.groups = reason, groups
+        self.reason = reason
+        self.groups = groups
 
 
 class Wrong(RuleError):  # noqa: N818
@@ -344,10 +345,12 @@ def _specialised(factor: Factor, devices: int) -> Factor:
 
 def aligned(first: Dim, second: Dim) -> list[tuple[Factor, Factor]]:
     """Cut the factors of two dims of equal local size into pairs of equal local size."""
-    first_factors, second_factors = list(reversed(normal(first))), list(reversed(normal(second)))
+    first_factors = list(reversed(normal(first)))
+    second_factors = list(reversed(normal(second)))
     pairs = []
     while first_factors and second_factors:
-        a, b = first_factors.pop(), second_factors.pop()
+        a = first_factors.pop()
+        b = second_factors.pop()
         if a.local > b.local and a.local % b.local == 0:
             a, minor = cut(a, b.local)
             first_factors.append(minor)
@@ -397,10 +400,12 @@ def unify(
                 common[i] = unified(first.dims[i], second.dims[j])
             except _MismatchError as mismatch:
                 a, b = mismatch.args
-                if (revealed := _revealed(first, i, a, b)) is not None:
+                revealed = _revealed(first, i, a, b)
+                if revealed is not None:
                     first = revealed
                     continue
-                if (revealed := _revealed(second, j, b, a)) is not None:
+                revealed = _revealed(second, j, b, a)
+                if revealed is not None:
                     second = revealed
                     continue
                 if first.constant or second.constant:
@@ -422,7 +427,8 @@ def _revealed(value: DerivedValue, dim: int, factor: Factor, other: Factor) -> D
         return None
     if other.size % other.local or not all_multiples(other.at, other.local):
         return None
-    at, count = scaled(other.at, 1, other.local), other.size // other.local
+    at = scaled(other.at, 1, other.local)
+    count = other.size // other.local
     for hidden in value.hidden:
         same = hidden.kind == "dim" and hidden.at is at and hidden.count == count
         if same and hidden.origin != SCATTERED:  # the rows of a batch are not the rows of a weight

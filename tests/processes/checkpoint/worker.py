@@ -149,10 +149,8 @@ def main(rank, folder):
         outcome["again"] = equal(restored, state), extra, checkpoints.steps()
         outcome["second writer"] = complaint_of(lambda: Checkpoints(folder / "run", 1, 1))
         if rank == 1:
-            digest, write.digest = (
-                write.digest,
-                lambda *_, **__: (_ for _ in ()).throw(OSError(5, "Input/output error")),
-            )
+            digest = write.digest
+            write.digest = lambda *_, **__: (_ for _ in ()).throw(OSError(5, "Input/output error"))
         checkpoints.save(state, step=8)
         outcome["failed write"] = complaint_of(checkpoints.wait)
         if rank == 1:

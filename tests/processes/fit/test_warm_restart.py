@@ -79,7 +79,8 @@ def test_a_folder_of_the_user_is_used_also_for_programs_of_less_than_a_second(tm
 @pytest.mark.slow
 def test_without_the_cache_each_start_compiles(tmp_path):
     off = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-    first, second = run("proved", tmp_path, **off), run("proved", tmp_path, **off)
+    first = run("proved", tmp_path, **off)
+    second = run("proved", tmp_path, **off)
     assert "jit_step" in first["compiled"]
     assert "jit_step" in second["compiled"]
 

@@ -24,7 +24,8 @@ import shardopt as so
 from shardopt.training import jsonl
 from shardopt.training._fit import fit
 
-STEPS, EVERY = 30, 5
+STEPS = 30
+EVERY = 5
 WIDTH = 40_000
 
 
@@ -62,8 +63,11 @@ def meet(how, disk, rng, unbroken):
     """Fill the disk at a random step, after the first checkpoints, so that a random part of the
     next one fits.
     """
-    run, ballast = disk / "run", disk / "ballast"
-    limits, free, part = resource.getrlimit(resource.RLIMIT_FSIZE), [], rng.random()
+    run = disk / "run"
+    ballast = disk / "ballast"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    free = []
+    part = rng.random()
 
     def fill():
         checkpoints.wait()

@@ -23,7 +23,9 @@ from shardopt.core import NonFiniteLossError
 from shardopt.training import EarlyStopping, evaluation, hyperparams
 from shardopt.training._fit import fit
 
-rank, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+rank = int(sys.argv[1])
+port = sys.argv[2]
+folder = Path(sys.argv[3])
 jax.config.update("jax_num_cpu_devices", 2)
 so.initialize(f"127.0.0.1:{port}", 2, rank)
 

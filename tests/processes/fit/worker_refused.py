@@ -14,7 +14,9 @@ import shardopt as so
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from support.rows import first_params, loss_fn, whole
 
-rank, port, place = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+rank = int(sys.argv[1])
+port = sys.argv[2]
+place = sys.argv[3]
 so.initialize(f"127.0.0.1:{port}", 2, rank)
 is_wrong = rank == 1
 

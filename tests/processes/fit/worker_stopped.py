@@ -45,7 +45,8 @@ class Run:
     """A run in one phase. A method with the name of the phase waits there."""
 
     def __init__(self, folder, phase):
-        self.folder, self.phase = Path(folder), phase
+        self.folder = Path(folder)
+        self.phase = phase
         self.step = 0
         self.compile_at = -1
 
@@ -201,7 +202,8 @@ def train(folder, phase, *, run_type=Run, is_blocked=True, rows=lambda batches: 
     run = run_type(folder, phase if is_blocked else "none")
     opt = so.fsdp(optax.adam(0.05), so.make_mesh(), loss_fn, min_shard_elements=1)
     options = {"num_steps": NUM_STEPS, "progress": False}
-    run.opt, run.rows = opt, rows
+    run.opt = opt
+    run.rows = rows
 
     def fit(every, keep=3, **fit_options):
         state = so.training.DeferredInit({"w": np.zeros(4, np.float32)})

@@ -70,7 +70,8 @@ def strategy(kind):
 def batches():
     draw = np.random.default_rng(0)
     while True:
-        x, y = draw.normal(size=(16, 16)), draw.normal(size=16)
+        x = draw.normal(size=(16, 16))
+        y = draw.normal(size=16)
         yield {"x": x.astype(np.float32), "y": y.astype(np.float32)}
 
 

@@ -13,7 +13,9 @@ import worker_warm
 
 import shardopt as so
 
-rank, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+rank = int(sys.argv[1])
+port = sys.argv[2]
+folder = Path(sys.argv[3])
 jax.config.update("jax_num_cpu_devices", 2)
 so.initialize(f"127.0.0.1:{port}", 2, rank)
 tx = optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)
@@ -30,5 +32,6 @@ with so.Checkpoints(folder / "run", every=2, keep=2) as checkpoints:
     # values of the host are placed by each process
     state.opt_state.hyperparams["learning_rate"] = 0.01
     state, _ = opt.step(state._replace(step=11), batch)
-    step, rate = int(state.step), so.training.hyperparams(state)["learning_rate"]
+    step = int(state.step)
+    rate = so.training.hyperparams(state)["learning_rate"]
 print(json.dumps({"compiled": worker_warm.COMPILED, "step": step, "rate": round(rate, 6)}))

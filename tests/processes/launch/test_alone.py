@@ -135,7 +135,8 @@ def strategy_of_earlier():
 
 def fit():
     opt = strategy_of_earlier()
-    state, batch = opt.init({"w": np.ones(2, np.float32)}), np.ones((4, 2), np.float32)
+    state = opt.init({"w": np.ones(2, np.float32)})
+    batch = np.ones((4, 2), np.float32)
     return so.fit(opt, state, [batch], num_steps=1, progress=False)
 
 
@@ -329,7 +330,8 @@ def test_mpi_joins_by_mpi4py(environment, joined, launcher, monkeypatch):
 
 class _Context:
     def __init__(self, count, rank):
-        self._count, self._rank = count, rank
+        self._count = count
+        self._rank = rank
 
     def get_world_size(self):
         return self._count

@@ -66,7 +66,8 @@ def tune_words(tmp_path_factory):
     config, shapes, _ = oracle.read_case("llama3")
     folder = oracle.write_folder(root / "llama", config, shapes)
     (folder / "tokenizer.json").write_text("{}")
-    draw, lines = np.random.default_rng(0), []
+    draw = np.random.default_rng(0)
+    lines = []
     for _ in range(40):
         tokens = draw.integers(2, 14, 6).tolist()
         lines.append(json.dumps({"tokens": tokens, "weights": [0, 0, 0, 1, 1, 1]}))

@@ -20,7 +20,9 @@ import pytest
 from support.paths import ROOT
 
 WORKER = Path(__file__).with_name("worker_that_is_elastic.py")
-STEPS, EVERY, MEMORY_EVERY = 60, 20, 4
+STEPS = 60
+EVERY = 20
+MEMORY_EVERY = 4
 
 pytestmark = pytest.mark.slow
 
@@ -114,7 +116,8 @@ def assert_equal_to_one_device(job, one_device):
 @pytest.mark.parametrize("draw", range(5))
 def test_a_job_goes_on_with_fewer_at_once_and_grows_again(one_device, tmp_path, draw):
     rng = random.Random(draw)
-    victim, at = rng.randrange(4), rng.randrange(6, 30)
+    victim = rng.randrange(4)
+    at = rng.randrange(6, 30)
     elastic = ["--processes", "1,2,4", "--max-restarts", "1"]
     job = Job(tmp_path, *elastic)
     job.wait_for(0, at)
@@ -168,7 +171,8 @@ def test_a_scheduler_that_loses_a_host_starts_the_job_with_fewer(memory, one_dev
 
     One host is lost with its memory, and what runs on the other is ended, but for its vault.
     """
-    secret, vaults = {"SHARDOPT_VAULT_TOKEN": "known to this job"}, []
+    secret = {"SHARDOPT_VAULT_TOKEN": "known to this job"}
+    vaults = []
 
     def start_vault():
         command = [sys.executable, "-m", "shardopt.cli", "vault", "--port", "0"]

@@ -107,7 +107,8 @@ def test_one_of_four_is_killed(start, unbroken, tmp_path, draw):
     saves.
     """
     rng = random.Random(draw)
-    victim, trains = rng.randrange(4), draw >= 2
+    victim = rng.randrange(4)
+    trains = draw >= 2
     delay = rng.uniform(0, 0.7 * unbroken[1] if trains else 8)
     job = start(tmp_path, "--max-restarts", "1")
     said = [next(line for line in job.stdout if line.startswith("step "))] if trains else []
@@ -140,7 +141,8 @@ def test_four_are_told_to_end(start, unbroken, tmp_path, draw):
     takes.
     """
     rng = random.Random(100 + draw)
-    trains, saved = draw >= 2, []
+    trains = draw >= 2
+    saved = []
     job = start(tmp_path)
     said = [next(line for line in job.stdout if line.startswith("step "))] if trains else []
     time.sleep(rng.uniform(0, 0.7 * unbroken[1] if trains else 8))

@@ -77,7 +77,8 @@ def test_a_rank_that_hangs_is_named_and_the_outcome_is_that_of_an_undisturbed_ru
     undisturbed, tmp_path, fault, draw
 ):
     rng = random.Random(f"{fault} {draw}")
-    victim, step = rng.randrange(PROCESSES), rng.randrange(21, 49)
+    victim = rng.randrange(PROCESSES)
+    step = rng.randrange(21, 49)
     said, params = run(tmp_path, fault, victim, step)
     named = re.findall(r"^launch: (?:process|all) .*$", said, re.MULTILINE)
     assert len(named) == 1, said

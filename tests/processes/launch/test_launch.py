@@ -29,7 +29,8 @@ def job(tmp_path):
     """
 
     def run(script, processes=3, **options):
-        said, attempts = [], []
+        said = []
+        attempts = []
 
         def command(attempt):
             attempts.append(attempt)
@@ -481,7 +482,8 @@ def test_a_command_ignores_no_signals_that_python_does(job):
 
 
 def test_a_file_that_is_no_program_is_named(tmp_path):
-    program, said = tmp_path / "program", []
+    program = tmp_path / "program"
+    said = []
     program.write_text("neither a script nor a program")
     options = {"processes": 1, "log_dir": tmp_path / "logs"}
     with pytest.raises(PermissionError, match="program"):

@@ -19,7 +19,9 @@ import pytest
 from support.paths import ROOT
 
 WORKER = Path(__file__).with_name("worker_with_snapshots.py")
-STEPS, MEMORY_EVERY, EVERY = 100, 5, 30
+STEPS = 100
+MEMORY_EVERY = 5
+EVERY = 30
 
 pytestmark = pytest.mark.slow
 
@@ -117,7 +119,8 @@ def same(params, other_params):
 @pytest.mark.parametrize("draw", range(20))
 def test_a_host_is_lost_and_no_more_steps_than_between_snapshots(undisturbed, tmp_path, draw):
     rng = random.Random(draw)
-    victim, at = rng.randrange(4), rng.randrange(10, 90)
+    victim = rng.randrange(4)
+    at = rng.randrange(10, 90)
     said, params, before = run(tmp_path, at=at, victim=victim, lost=[victim])
     assert f"launch: process {victim} of 4 was killed by SIGKILL; the others were ended.\n" in said
     resumed = int(re.search(r"^Resuming from step (\d+) in ", said, re.MULTILINE)[1])
@@ -129,7 +132,8 @@ def test_a_host_is_lost_and_no_more_steps_than_between_snapshots(undisturbed, tm
 @pytest.mark.parametrize("draw", range(4))
 def test_both_holders_of_a_snapshot_are_lost_and_the_disk_has_it(undisturbed, tmp_path, draw):
     rng = random.Random(50 + draw)
-    victim, at = rng.randrange(4), rng.choice([40, 50, 75, 85])
+    victim = rng.randrange(4)
+    at = rng.choice([40, 50, 75, 85])
     said, params, _ = run(tmp_path, at=at, victim=victim, lost=[victim, (victim + 1) % 4])
     resumed = re.search(r"^Resuming from step (\d+) in (\S+)", said, re.MULTILINE)
     assert int(resumed[1]) == at // EVERY * EVERY

@@ -10,7 +10,8 @@ import small_job
 
 import shardopt as so
 
-folder, steps = Path(sys.argv[1]), int(sys.argv[2])
+folder = Path(sys.argv[1])
+steps = int(sys.argv[2])
 small_job.begin()
 opt, state = small_job.strategy_and_state()
 batches = so.GlobalRows(map(small_job.batch_of, range(steps)))

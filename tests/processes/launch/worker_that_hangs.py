@@ -21,8 +21,12 @@ import small_job
 import shardopt as so
 import shardopt.checkpoint._write as write
 
-folder, fault, victim, at = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-steps, open_sockets = 60, []
+folder = Path(sys.argv[1])
+fault = sys.argv[2]
+victim = int(sys.argv[3])
+at = int(sys.argv[4])
+steps = 60
+open_sockets = []
 small_job.begin()
 mine = jax.process_index() == victim
 first = "SHARDOPT_RESTART" not in os.environ

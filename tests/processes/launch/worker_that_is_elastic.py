@@ -22,7 +22,9 @@ import small_job
 import shardopt as so
 
 folder, steps, every, memory_every, tensor = Path(sys.argv[1]), *map(int, sys.argv[2:6])
-EXAMPLES, ROWS, SEED = 16 * steps, 16, 3
+EXAMPLES = 16 * steps
+ROWS = 16
+SEED = 3
 small_job.begin()
 
 
@@ -44,7 +46,8 @@ shuffled = grain.MapDataset.range(EXAMPLES).shuffle(seed=SEED).map(example)
 if sys.argv[6] == "each":
     batches = so.GlobalRows(shuffled.to_iter_dataset().batch(ROWS))
 else:
-    count, rank = jax.process_count(), jax.process_index()
+    count = jax.process_count()
+    rank = jax.process_index()
     rows = jax.NamedSharding(mesh, jax.P("data"))
 
     def to_global(batch):

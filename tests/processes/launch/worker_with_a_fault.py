@@ -20,7 +20,8 @@ from support import faults
 
 import shardopt as so
 
-DEVICES, STEPS = 3, 8
+DEVICES = 3
+STEPS = 8
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 1 if "SHARDOPT_LAUNCHED" in os.environ else DEVICES)

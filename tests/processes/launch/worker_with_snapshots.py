@@ -12,12 +12,10 @@ import small_job
 
 import shardopt as so
 
-folder, steps, memory_every, every = (
-    Path(sys.argv[1]),
-    int(sys.argv[2]),
-    int(sys.argv[3]),
-    int(sys.argv[4]),
-)
+folder = Path(sys.argv[1])
+steps = int(sys.argv[2])
+memory_every = int(sys.argv[3])
+every = int(sys.argv[4])
 small_job.begin()
 opt, params = small_job.strategy_and_params()
 state = so.training.DeferredInit(params) if memory_every else opt.init(params)

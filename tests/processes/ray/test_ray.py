@@ -94,10 +94,8 @@ def test_a_killed_worker_is_forgotten_and_comes_back(max_staleness, regression, 
         backend="ray",
         max_restarts=1,
     )
-    doomed, restart_mark = (
-        killed_at(regression.batches_of(2), tmp_path, {1: {3}}),
-        tmp_path / "again",
-    )
+    doomed = killed_at(regression.batches_of(2), tmp_path, {1: {3}})
+    restart_mark = tmp_path / "again"
 
     def batches_of(worker):
         if worker == 1 and (tmp_path / "1-3").exists():
@@ -107,9 +105,11 @@ def test_a_killed_worker_is_forgotten_and_comes_back(max_staleness, regression, 
                 time.sleep(0.01)
             yield batch
 
-    path, total = tmp_path / "log.jsonl", 30 * (1 + (max_staleness > 0))
+    path = tmp_path / "log.jsonl"
+    total = 30 * (1 + (max_staleness > 0))
     result = opt.run(regression.params, batches_of, num_updates=total, log_path=path)
-    metrics, events = result.metrics, [event for event in result.log if event.worker == 1]
+    metrics = result.metrics
+    events = [event for event in result.log if event.worker == 1]
     assert (metrics["stopped"], metrics["updates"], metrics["killed"]) == ("completed", total, [1])
     assert [event.kind for event in events if event.kind in ("join", "leave")] == [
         "join",
@@ -133,7 +133,8 @@ def test_a_killed_worker_is_forgotten_and_comes_back(max_staleness, regression, 
 
 @pytest.mark.parametrize("how", ["stopped", "busy"])
 def test_a_worker_that_hangs_is_named_killed_and_started_again(how, regression, tmp_path, caplog):
-    batches_of, mark = regression.batches_of(2), tmp_path / "hangs"
+    batches_of = regression.batches_of(2)
+    mark = tmp_path / "hangs"
 
     def stuck(worker):
         for step, batch in enumerate(batches_of(worker)):
@@ -212,7 +213,8 @@ def server_pids(folder):
 
 
 def test_a_killed_server_comes_back_from_its_checkpoint(regression, tmp_path):
-    marks, killed = tmp_path / "servers", []
+    marks = tmp_path / "servers"
+    killed = []
     marks.mkdir()
 
     def kill_the_server(params):
@@ -343,7 +345,9 @@ def test_runs_with_random_kills_end_and_are_replayed(seed, regression, tmp_path)
 
     The run ends with so many updates, and the log explains every bit.
     """
-    draw, marks, killed = np.random.default_rng(seed), tmp_path / "servers", []
+    draw = np.random.default_rng(seed)
+    marks = tmp_path / "servers"
+    killed = []
     marks.mkdir()
     schedule = {
         worker: {
@@ -354,7 +358,8 @@ def test_runs_with_random_kills_end_and_are_replayed(seed, regression, tmp_path)
     }
     max_staleness = [0, 1, 4, None][seed % 4]
     total = 60 if max_staleness == 0 else 180
-    at, delay = draw.integers(total // 4, total // 2), draw.uniform(0, 0.1)
+    at = draw.integers(total // 4, total // 2)
+    delay = draw.uniform(0, 0.1)
 
     def kill_the_server(params):
         seen.append(seen[-1] + 5)

@@ -33,7 +33,8 @@ def outcomes(request, tmp_path_factory):
 def one_device(tx, batches):
     """Return the losses before each step on one device."""
     opt = so.ddp(tx, so.make_mesh(devices=jax.devices()[:1]), small_rows.loss_fn)
-    state, losses = opt.init(small_rows.first_params()), []
+    state = opt.init(small_rows.first_params())
+    losses = []
     for batch in batches:
         losses.append(float(opt.evaluate(state, batch)["loss"]))
         state, _ = opt.step(state, batch)
@@ -66,7 +67,9 @@ def test_the_rows_of_all_processes_train_as_one_device_does(outcomes, name):
 def test_a_strategy_says_which_part_of_the_rows_a_process_loads(outcomes):
     count, of_processes = outcomes
     for rank, outcome in enumerate(of_processes):
-        process_part, pair, all_rows = [rank, count], [rank // 2, count // 2], [0, 1]
+        process_part = [rank, count]
+        pair = [rank // 2, count // 2]
+        all_rows = [0, 1]
         assert outcome["parts"] == {
             "data": process_part,
             "tensor in a process": process_part,

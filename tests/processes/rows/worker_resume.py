@@ -15,9 +15,12 @@ import shardopt as so
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from support.rows import first_params, loss_fn, whole
 
-rank, port, place = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+rank = int(sys.argv[1])
+port = sys.argv[2]
+place = Path(sys.argv[3])
 count, steps, kind = place.name.split("-")
-count, steps = int(count), int(steps)
+count = int(count)
+steps = int(steps)
 jax.config.update("jax_num_cpu_devices", 2)
 if count > 1:
     so.initialize(f"127.0.0.1:{port}", count, rank)

@@ -21,7 +21,8 @@ from shardopt.training._stream import BatchStream
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from support.rows import first_params, loss_fn, whole
 
-rank, port = int(sys.argv[1]), sys.argv[2]
+rank = int(sys.argv[1])
+port = sys.argv[2]
 count_text, part = sys.argv[3].split("-")
 count = int(count_text)
 jax.config.update("jax_num_cpu_devices", 2)
@@ -52,7 +53,8 @@ def begin(opt):
 
 
 def losses(opt, batches):
-    state, values = begin(opt), []
+    state = begin(opt)
+    values = []
     for batch in batches:
         values.append(float(opt.evaluate(state, batch)["loss"]))
         state, metrics = opt.step(state, batch)

@@ -17,7 +17,9 @@ import shardopt as so
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from support.rows import first_params, loss_fn, whole
 
-rank, port, count = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+rank = int(sys.argv[1])
+port = sys.argv[2]
+count = int(sys.argv[3])
 jax.config.update("jax_num_cpu_devices", 2)
 so.initialize(f"127.0.0.1:{port}", count, rank)
 is_last = rank == count - 1

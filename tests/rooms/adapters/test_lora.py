@@ -189,7 +189,8 @@ def test_adapters_are_placed_as_their_weights(mesh_of):
         micro_batches=2,
     )
     specs = opt.specs(gpt_params(adapted)).params["blocks"]
-    up, out = specs["mlp"]["up"], specs["attention"]["out"]
+    up = specs["mlp"]["up"]
+    out = specs["attention"]["out"]
     assert up.base.codes == P("pipeline", None, None, "tensor")
     assert (up.lora_a, up.lora_b) == (
         P("pipeline", None, None, None),
@@ -204,7 +205,8 @@ def test_adapters_are_placed_as_their_weights(mesh_of):
 
 @pytest.mark.slow
 def test_the_order_of_devices_does_not_matter():
-    adapted, results = adapted_gpt(low_rank_products=True), []
+    adapted = adapted_gpt(low_rank_products=True)
+    results = []
     for order in (range(8), (3, 1, 7, 5, 0, 2, 6, 4)):
         mesh = so.make_mesh(data=4, tensor=2, devices=[jax.devices()[i] for i in order])
         opt = so.fsdp(
@@ -294,7 +296,8 @@ def test_weights_of_products_in_8_bits_are_still_gathered_in_8_bits(low_rank_pro
 
 
 def test_low_rank_products_leave_out_the_gradients_of_weights(mesh_of):
-    params, flops = host_params(gpt.init, CONFIG), {}
+    params = host_params(gpt.init, CONFIG)
+    flops = {}
     models = {"full": (gpt.model(CONFIG), {}, params)}
     for products in (False, True):
         adapted = adapted_gpt(low_rank_products=products)
@@ -307,7 +310,8 @@ def test_low_rank_products_leave_out_the_gradients_of_weights(mesh_of):
 
 
 def test_init_changes_nothing_and_merge_adds_the_product():
-    adapted, params = adapted_gpt(), host_params(gpt.init, CONFIG)
+    adapted = adapted_gpt()
+    params = host_params(gpt.init, CONFIG)
     start = adapted.init(params, jax.random.key(1))
     for merged, leaf in zip(
         jax.tree.leaves(adapted.merge(start)), jax.tree.leaves(params), strict=True
@@ -450,7 +454,8 @@ def test_experts_have_adapters_on_every_mesh(mesh_of):
         hidden=8,
         balance=None,
     )
-    params, results = host_params(moe.init, config), []
+    params = host_params(moe.init, config)
+    results = []
     adapted = lora(
         moe.model(config),
         rank=2,

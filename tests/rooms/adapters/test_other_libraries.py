@@ -15,7 +15,8 @@ import shardopt as so
 from shardopt.adapters import lora
 from shardopt.nn._low_rank import LowRank
 
-RATE, FACTOR = 0.1, 3.0
+RATE = 0.1
+FACTOR = 3.0
 DRAW = np.random.default_rng(0)
 BATCH = {
     name: DRAW.normal(size=(16, size)).astype(np.float32) for name, size in (("x", 6), ("y", 3))
@@ -25,7 +26,8 @@ BATCH = {
 def of_nnx():
     class Net(flax_nnx.Module):
         def __init__(self, rngs):
-            self.up, self.down = flax_nnx.Linear(6, 8, rngs=rngs), flax_nnx.Linear(8, 3, rngs=rngs)
+            self.up = flax_nnx.Linear(6, 8, rngs=rngs)
+            self.down = flax_nnx.Linear(8, 3, rngs=rngs)
 
         def __call__(self, x):
             return self.down(jnp.tanh(self.up(x)))

@@ -222,7 +222,8 @@ def test_peft_computes_the_same_with_adapters_of_joined_tensors(name, tmp_path):
     import torch
     import transformers
 
-    model, tokens = opened_case(name, tmp_path), oracle.TOKENS[: oracle.SHOWN, :-1]
+    model = opened_case(name, tmp_path)
+    tokens = oracle.TOKENS[: oracle.SHOWN, :-1]
 
     def theirs(adapters):
         base = transformers.AutoModelForCausalLM.from_pretrained(
@@ -255,7 +256,8 @@ def test_peft_computes_the_same_with_adapters_of_joined_tensors(name, tmp_path):
         logits(params), logits_of_theirs(tmp_path / "peft"), rtol=0, atol=1e-5
     )
     adapted.save(tmp_path / "same", params, model=model)
-    ours, stored = load_file(tmp_path / "same" / "adapter_model.safetensors"), load_file(path)
+    ours = load_file(tmp_path / "same" / "adapter_model.safetensors")
+    stored = load_file(path)
     assert ours.keys() == stored.keys()
     for key, numbers in stored.items():
         np.testing.assert_array_equal(ours[key], numbers, err_msg=key)

@@ -147,7 +147,9 @@ def test_what_is_saved_is_what_was_there(
     """The next steps, which take over the state's buffers, run before the folder for its bytes is
     even made.
     """
-    let_go, held_back, mkdir = threading.Event(), [], os.mkdir
+    let_go = threading.Event()
+    held_back = []
+    mkdir = os.mkdir
 
     def slow(path, *args, **kwargs):
         if "orbax-checkpoint-tmp" in str(path):
@@ -173,7 +175,8 @@ def test_what_is_saved_is_what_was_there(
 def test_a_fork_of_the_job_neither_saves_nor_waits(tmp_path, monkeypatch, complaint_of):
     """It has neither the lock nor the thread that writes."""
     with Checkpoints(tmp_path, 1, 2) as checkpoints:
-        pid, pending = os.getpid(), Future()
+        pid = os.getpid()
+        pending = Future()
         checkpoints._pending = pending  # which never ends
         with monkeypatch.context() as patch:
             patch.setattr(os, "getpid", lambda: 7)

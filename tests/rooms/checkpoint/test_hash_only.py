@@ -77,7 +77,8 @@ def test_a_run_goes_on_as_an_unbroken_one(folder, tmp_path, mesh_of):
 
 
 def test_the_base_is_needed_and_another_is_refused(folder, mesh_of):
-    opt, other = strategy(mesh_of(data=4)), {**WEIGHTS, "bias": WEIGHTS["bias"].at[0].add(1)}
+    opt = strategy(mesh_of(data=4))
+    other = {**WEIGHTS, "bias": WEIGHTS["bias"].at[0].add(1)}
     params = ADAPTED.init(WEIGHTS, jax.random.key(1))
     state = so.restore(folder, opt, step=4, params=params)
     assert state.params["w"].base.sharding == opt.abstract_state(params).params["w"].base.sharding

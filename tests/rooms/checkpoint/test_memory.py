@@ -86,7 +86,8 @@ def test_pieces_of_some_processes_become_the_state_of_others(before, after):
     A piece that is missing is noticed, and one that is not needed is not read.
     """
     wide = {"w": np.arange(96, dtype=np.float32).reshape(12, 8), "b": np.float32(0.5)}
-    old, new = make(before), make(after)
+    old = make(before)
+    new = make(after)
     state = old.init(wide, jax.random.key(7))
     new.init(wide, jax.random.key(8))
     pieces = list(pieces_of(unpack(bytes(pack(state, 7, {}))), before))
@@ -106,7 +107,8 @@ def test_pieces_of_some_processes_become_the_state_of_others(before, after):
 
 def test_a_vault_keeps_two_generations_of_what_arrives_whole(vaults):
     env = vaults.environment()
-    address, token = env[vault.ADDRESSES].split(",")[0], env[vault.TOKEN]
+    address = env[vault.ADDRESSES].split(",")[0]
+    token = env[vault.TOKEN]
 
     def keep(step, data=b"numbers", *, rank=1, group="0/2"):
         vault.put(address, token, rank, step, group, data, vault.digest(data))

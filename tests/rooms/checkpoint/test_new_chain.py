@@ -18,7 +18,8 @@ from support.tiers import tiered
 
 import shardopt as so
 
-BEFORE, AFTER = 3, 3
+BEFORE = 3
+AFTER = 3
 """Steps before the save, and after the restore."""
 
 
@@ -310,7 +311,8 @@ def go_on(opt, state):
 
 def assert_same(state, params, opt_state):
     assert int(state.step) == BEFORE + AFTER
-    leaves, expected = jax.tree.leaves((state.params, state.opt_state)), (params, opt_state)
+    leaves = jax.tree.leaves((state.params, state.opt_state))
+    expected = (params, opt_state)
     for leaf, expected_leaf in zip(leaves, jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(leaf, expected_leaf, rtol=3e-4, atol=3e-6)
 
@@ -387,7 +389,8 @@ def test_each_replica_goes_on_with_its_own_state(chain, tmp_path):
     opt = make(new_tx)
     state = go_on(opt, so.restore(tmp_path, opt, new_chain=True))
     for replica, rows in enumerate((slice(0, 8), slice(8, 16))):
-        params, opt_state = make_params(), old_tx.init(make_params())
+        params = make_params()
+        opt_state = old_tx.init(make_params())
         params, opt_state = one_device(old_tx, params, opt_state, range(BEFORE), rows=rows)
         # an average starts from the parameters that the replicas share
         opt_state = by_hand(opt_state, new_tx.init(make_params()))
@@ -431,7 +434,8 @@ def test_the_moments_of_a_pipeline_go_on(chain, tmp_path, x64):
 
         return jax.jit(run)
 
-    params, opt_state = case.params, old_tx.init(case.params)
+    params = case.params
+    opt_state = old_tx.init(case.params)
     for batch in case.batches[:2]:
         params, opt_state = step_fn(old_tx)(params, opt_state, batch)
     opt_state = by_hand(opt_state, new_tx.init(params))
@@ -604,7 +608,8 @@ def test_a_head_changes_together_with_the_chain(head, chain, tmp_path, capsys):
     for step in range(BEFORE):
         state, _ = first.step(state, make_batch(step))
     so.save(tmp_path, state)
-    opt, params = STRATEGIES["zero"](new_tx), jax.tree.map(jnp.asarray, with_leaves(new_leaves))
+    opt = STRATEGIES["zero"](new_tx)
+    params = jax.tree.map(jnp.asarray, with_leaves(new_leaves))
     if not head.startswith("a leaf"):
         with pytest.raises(
             so.errors.CheckpointError, match="or pass new_chain=True, and as params="
@@ -620,7 +625,8 @@ def test_a_head_changes_together_with_the_chain(head, chain, tmp_path, capsys):
     state = go_on(opt, state)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
 
-    old_params, names = with_leaves(old_leaves), tuple(with_leaves(new_leaves))
+    old_params = with_leaves(old_leaves)
+    names = tuple(with_leaves(new_leaves))
     old_params, old = one_device(
         old_tx, old_params, old_tx.init(old_params), range(BEFORE), tuple(old_params)
     )

@@ -38,7 +38,8 @@ def saved(tmp_path_factory, make_opt, new_params, steps_on):
     def at(place):
         if place not in saves:
             strategy, sizes = PLACES[place]
-            opt, folder = make_opt(strategy, **sizes), tmp_path_factory.mktemp(place)
+            opt = make_opt(strategy, **sizes)
+            folder = tmp_path_factory.mktemp(place)
             state = steps_on(opt, opt.init(new_params()), 0, 2)
             save(folder, state)
             values = jax.tree.map(np.array, state)

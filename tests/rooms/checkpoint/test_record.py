@@ -113,7 +113,8 @@ def test_every_damage_to_every_kind_of_file_is_named(kind, damage, run, trained,
 
 def test_all_damage_is_listed_and_the_older_whole_step_is_found(run, trained, damage_of, same):
     opt, state = trained
-    data, record = find(run / "3", "data"), find(run / "3", "record")
+    data = find(run / "3", "data")
+    record = find(run / "3", "record")
     flip(data)
     record.unlink()
     cut(find(run / "2", "index"))

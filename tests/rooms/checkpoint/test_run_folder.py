@@ -70,7 +70,8 @@ def test_a_save_is_refused_when_the_folder_was_deleted_on_another_machine(
     tmp_path, monkeypatch, complaint_of
 ):
     """Over NFS a descriptor of a deleted file is stale."""
-    folder, fstat = tmp_path / "run", os.fstat
+    folder = tmp_path / "run"
+    fstat = os.fstat
     with Checkpoints(folder, 1, 2) as checkpoints, monkeypatch.context() as patch:
         descriptor_of_lock = checkpoints._lock._lock.descriptor
 
@@ -97,7 +98,8 @@ def test_a_save_is_refused_when_the_folder_was_deleted_on_another_machine(
 def test_a_folder_that_cannot_be_looked_at_is_not_taken_for_deleted(
     tmp_path, monkeypatch, complaint_of, caplog
 ):
-    folder, stat = tmp_path / "run", Path.stat
+    folder = tmp_path / "run"
+    stat = Path.stat
 
     def refuse(path, **how):
         if path == folder / ".lock":

@@ -65,7 +65,8 @@ def copy_wrong(monkeypatch):
     """Return a function that makes all copies of the state of some steps wrong by one bit, before
     files get their SHA-256.
     """
-    start_write, pack = _checkpoints.start_write, _memory.pack
+    start_write = _checkpoints.start_write
+    pack = _memory.pack
     fault = faults.Fault(1, "shard", "flip", index=3, bit=12, leaf=0)
 
     def wrong(state):

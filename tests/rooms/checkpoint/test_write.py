@@ -159,7 +159,8 @@ class Summed:
     """A state whose `params` is no field of it."""
 
     def __init__(self, weights, step):
-        self.weights, self.step = weights, step
+        self.weights = weights
+        self.step = step
 
     params = property(lambda self: {"twice": 2 * self.weights})
 

@@ -36,7 +36,8 @@ HYBRID = DeviceOptions(strategy="hybrid")
 
 def run(*words):
     """Run the command here, and return its output."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         assert main([str(word) for word in words]) == 0, err.getvalue()
     return re.sub(" +\n", "\n", out.getvalue())

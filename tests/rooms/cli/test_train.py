@@ -25,7 +25,8 @@ from shardopt.partition._rules import check_rules
 @pytest.fixture(scope="module")
 def finished(tiny, tmp_path_factory):
     """Return the folder of a run of eight steps, and its output."""
-    folder, out = tmp_path_factory.mktemp("runs") / "run", io.StringIO()
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    out = io.StringIO()
     with contextlib.redirect_stdout(out):
         assert (
             main([*tiny, "--run-dir", str(folder), "--steps", "8", "--checkpoint-every", "4"]) == 0

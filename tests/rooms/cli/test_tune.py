@@ -29,7 +29,8 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory):
     """200 questions between two marks; the answer is the first word of the question."""
-    draw, lines = np.random.default_rng(0), []
+    draw = np.random.default_rng(0)
+    lines = []
     for _ in range(200):
         question = draw.integers(2, 14, draw.integers(3, 6)).tolist()
         tokens = [0, *question, 1, question[0], 1]
@@ -84,10 +85,8 @@ def test_a_run_learns_and_leaves_a_folder_that_from_pretrained_reads(tune, model
     ]
     assert [line["step"] for line in lines] == [4, 8]
     assert lines[1]["val_loss"] < lines[0]["val_loss"]
-    tuned, before = (
-        from_pretrained(tmp_path / "run" / "model"),
-        load_file(model / "model.safetensors"),
-    )
+    tuned = from_pretrained(tmp_path / "run" / "model")
+    before = load_file(model / "model.safetensors")
     after = load_file(tmp_path / "run" / "model" / "model.safetensors")
     assert {name: x.dtype for name, x in after.items()} == {
         name: x.dtype for name, x in before.items()
@@ -137,7 +136,8 @@ def test_what_is_written_has_the_same_loss_in_transformers_and_in_peft(
     tune, model, conversations, tmp_path
 ):
     torch = pytest.importorskip("torch")
-    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
     for run_dir, options in (("full", ()), ("lora", ("--lora-rank", 4))):
         code, _, err = tune("--steps", 4, *options, run_dir=tmp_path / run_dir)
         assert code == 0, err
@@ -149,14 +149,16 @@ def test_what_is_written_has_the_same_loss_in_transformers_and_in_peft(
     lines = conversations.read_text().splitlines()
     held_out = [json.loads(lines[i]) for i in np.random.default_rng(0).permutation(200)[:10]]
     for run_dir, reference_model in (("full", full), ("lora", adapted)):
-        total, count = 0.0, 0
+        total = 0.0
+        count = 0
         for document in held_out:
             tokens = torch.as_tensor([document["tokens"]])
             mask = torch.as_tensor(document["weights"])[1:]
             with torch.no_grad():
                 logits = reference_model.eval()(input_ids=tokens[:, :-1]).logits[0]
             nats = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none")
-            total, count = total + float((nats * mask).sum()), count + int(mask.sum())
+            total = total + float((nats * mask).sum())
+            count = count + int(mask.sum())
         last = json.loads((tmp_path / run_dir / "metrics.jsonl").read_text().splitlines()[-1])
         assert last["val_loss"] == pytest.approx(total / count, rel=1e-5), run_dir
 

@@ -111,11 +111,10 @@ def test_a_leaf_alone_in_a_bucket_is_sent_in_its_shape(mesh_of):
         return together.reduce_scatter_buckets(gathered, dims, "data", scatter, bucket_bytes=128)
 
     # 96, 480, 32 and 64 bytes: the second leaf is above the limit, and the last two share a bucket
-    leaves, dims = (
-        [jnp.ones((8, 3)), jnp.ones((5, 24)), jnp.ones(8), jnp.ones((2, 8))],
-        [0, 1, 0, 1],
-    )
-    specs, mesh = [spec(dim) for dim in dims], mesh_of(data=2)
+    leaves = [jnp.ones((8, 3)), jnp.ones((5, 24)), jnp.ones(8), jnp.ones((2, 8))]
+    dims = [0, 1, 0, 1]
+    specs = [spec(dim) for dim in dims]
+    mesh = mesh_of(data=2)
     jax.eval_shape(
         so.mesh.on_mesh(mesh, per_device(f, mesh, in_specs=(specs,), out_specs=specs)), leaves
     )

@@ -32,7 +32,8 @@ def test_collectives_over_a_whole_torus_send_the_stated_bytes():
         transformer.abstract_batch(shape, 64),
         topology="v5p:4x4x4",
     )
-    blocks, audit = shape.num_parameters - 2 * 8192 * 1024 - 1024, report.audit
+    blocks = shape.num_parameters - 2 * 8192 * 1024 - 1024
+    audit = report.audit
     # gathered in bfloat16, blocks twice, in a loop, and the head once; rows of the embedding are
     # exchanged
     gathered = 2 * blocks + 8192 * 1024

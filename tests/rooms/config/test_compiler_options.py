@@ -17,7 +17,8 @@ def loss_fn(params, batch):
 
 @pytest.mark.parametrize("program", ["init", "step", "evaluate"])
 def test_the_users_options_reach_the_compiler(program, mesh_of):
-    mesh, rows = mesh_of(data=8), np.ones((8, 4), np.float32)
+    mesh = mesh_of(data=8)
+    rows = np.ones((8, 4), np.float32)
     state = so.ddp(optax.sgd(0.1), mesh, loss_fn).init(jnp.ones(4))
     opt = so.ddp(optax.sgd(0.1), mesh, loss_fn, compiler_options={"no_such_option": True})
     args = (jnp.ones(4),) if program == "init" else (state, rows)

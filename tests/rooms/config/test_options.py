@@ -90,7 +90,8 @@ def shared(mesh, **options: Unpack[SharedOptions]):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_has_a_meaning_a_type_a_default_and_a_field(name):
-    option, types = OPTIONS[name], {}
+    option = OPTIONS[name]
+    types = {}
     for group in GROUPS.values():
         types |= get_type_hints(group)
     assert re.fullmatch(r"\S.{30,}\.", option.meaning)

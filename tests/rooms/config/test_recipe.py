@@ -92,7 +92,8 @@ def test_a_strategy_that_was_sent_places_all_leaves_as_before(mesh_of, name, siz
 @pytest.mark.parametrize("holder", ["closure", "partial", "object", "optimizer"])
 def test_a_mesh_that_a_loss_or_an_optimizer_holds_is_sent_too(mesh_of, holder):
     mesh = mesh_of(data=4, tensor=2)
-    tx, loss = optax.adam(0.1), constrained(mesh)
+    tx = optax.adam(0.1)
+    loss = constrained(mesh)
     if holder == "partial":
         loss = functools.partial(lambda params, batch, mesh: loss_fn(params, batch), mesh=mesh)
     if holder == "object":
@@ -162,7 +163,8 @@ def test_a_process_with_other_devices_trains_what_it_was_sent(tmp_path, num_devi
     results = json.loads((tmp_path / "result").read_text())
     for name in names:
         sizes, losses, is_placed = results[name]
-        state, expected = states[name], []
+        state = states[name]
+        expected = []
         for _ in range(3):
             state, metrics = kinds[name].step(state, batch)
             expected.append(float(metrics["loss"]))

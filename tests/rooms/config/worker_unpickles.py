@@ -13,7 +13,8 @@ jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
 sent = cloudpickle.loads(Path(sys.argv[2]).read_bytes())
 results = {}
 for name, opt, params, batch in sent:
-    state, losses = opt.init(params), []
+    state = opt.init(params)
+    losses = []
     for _ in range(3):
         state, metrics = opt.step(state, batch)
         losses.append(float(metrics["loss"]))

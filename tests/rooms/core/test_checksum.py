@@ -31,7 +31,8 @@ def test_each_changed_element_changes_both_numbers(dtype):
     x = values(dtype)
     changed = np.array(x)  # on the host, where no program is compiled
     changed[5, 3] = ~changed[5, 3] if dtype == "bool" else changed[5, 3] + changed.dtype.type(1)
-    first, second = np.asarray(sum_of(x)), np.asarray(sum_of(changed))
+    first = np.asarray(sum_of(x))
+    second = np.asarray(sum_of(changed))
     assert (first != second).all()
     assert np.array_equal(np.asarray(sum_of(x)), first)
 
@@ -95,7 +96,8 @@ SPECS = [P("data", "tensor"), P("tensor"), P(("data", "tensor")), P(None, "tenso
 
 @pytest.mark.parametrize("spec", tiered(SPECS, lambda spec: spec == SPECS[0], ids=str))
 def test_sums_of_shards_add_up_on_any_mesh(spec, mesh_of):
-    x, mesh = values("float32"), mesh_of(data=4, tensor=2)
+    x = values("float32")
+    mesh = mesh_of(data=4, tensor=2)
     expected = np.asarray(sum_of(x))
     placed = jax.device_put(x, NamedSharding(mesh, spec))
     assert np.array_equal(np.asarray(sum_of(placed)), expected)  # the partitioner adds them up
@@ -113,7 +115,8 @@ def test_limbs_are_added_without_an_error():
     totals = np.random.default_rng(0).integers(0, 2**32, (1000, 2), dtype=np.uint32)
     limbs = jnp.sum(jax.vmap(to_limbs)(totals), axis=0)
     assert np.array_equal(np.asarray(from_limbs(limbs)), np.sum(totals, axis=0, dtype=np.uint32))
-    first_total, other = jnp.asarray(totals[0]), jnp.asarray(totals[1])
+    first_total = jnp.asarray(totals[0])
+    other = jnp.asarray(totals[1])
     assert (
         np.asarray(joined([first_total, other])) != np.asarray(joined([other, first_total]))
     ).all()

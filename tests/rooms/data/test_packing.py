@@ -95,7 +95,8 @@ def test_rows_are_filled_first_fit(count):
         for piece in (d[i : i + length] for d in documents for i in range(0, len(d), length)):
             place = next((row for row in rows if sum(map(len, row)) + len(piece) <= length), None)
             if place is None and len(rows) == open_rows:
-                expected, rows = expected + rows, []
+                expected = expected + rows
+                rows = []
             if place is None:
                 rows.append(place := [])
             place.append(piece)
@@ -116,7 +117,9 @@ def test_rows_are_filled_first_fit(count):
 def test_an_iterator_goes_on_from_any_state_and_packing_twice_is_the_same(count):
     def prop(documents, length, open_rows, batch_size):
         dataset = data.pack(documents, length, open_rows=open_rows).batch(batch_size)
-        iterator, unbroken, states = iter(dataset), [], []
+        iterator = iter(dataset)
+        unbroken = []
+        states = []
         for batch in iterator:
             unbroken.append(batch)
             states.append(json.loads(json.dumps(iterator.get_state())))
@@ -139,7 +142,9 @@ def test_an_iterator_of_shuffled_epochs_goes_back_and_forth():
             grain.MapDataset.source(documents).shuffle(seed=3).repeat(), 16, open_rows=2
         )
 
-    iterator, drawn, states = iter(rows()), [], []
+    iterator = iter(rows())
+    drawn = []
+    states = []
     for _ in range(20):  # two epochs or more
         states.append(iterator.get_state())
         drawn.append(next(iterator))

@@ -53,7 +53,8 @@ def test_a_folder_is_read_in_the_order_of_paths_without_what_is_no_text(tmp_path
 def test_any_range_is_read_across_files(tmp_path):
     for i in range(5):
         (tmp_path / f"{i}.txt").write_bytes(bytes([65 + i]) * (i + 1))
-    contents, corpus = text(tmp_path), data.open_corpus(tmp_path)
+    contents = text(tmp_path)
+    corpus = data.open_corpus(tmp_path)
     assert contents == b"ABBCCCDDDDEEEEE"
     for begin, end in itertools.combinations(range(16), 2):
         assert corpus.read(begin, end).tobytes() == contents[begin:end]

@@ -50,7 +50,8 @@ def test_a_nan_of_the_forward_pass_is_found_with_its_row_and_device(
     The row with the other NaN is, with the device that holds it.
     """
     opt = STRATEGIES[strategy](optax.sgd(0.1), mesh_of(**mesh), log_of_rows, **options)
-    state, batch = opt.init(PARAMS), rows_with()
+    state = opt.init(PARAMS)
+    batch = rows_with()
     assert so.find_nan(opt, state, batch) is None
     batch["x"][[3, 11]], batch["mask"][3] = -1, False
     finding = so.find_nan(opt, state, batch)
@@ -100,7 +101,8 @@ def weighted(params, batch):
 def test_a_loss_that_only_the_whole_batch_makes_nan_is_found(mesh_of):
     """No piece is bad: their weights are 0, and the step divides by the weight of all of them."""
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), weighted)
-    state, batch = opt.init({"w": np.ones(3, np.float32)}), np.zeros((4, 3), np.float32)
+    state = opt.init({"w": np.ones(3, np.float32)})
+    batch = np.zeros((4, 3), np.float32)
     assert np.isnan(opt.evaluate(state, batch)["loss"])
     finding = so.find_nan(opt, state, batch)
     assert (finding.kind, finding.direction, finding.operation, finding.rows) == (
@@ -153,7 +155,8 @@ def dropped(params, batch, rng=None):
 def test_a_key_is_that_of_the_step(mesh_of):
     """Dropout hides a NaN in some steps: the finding agrees with the loss of the step."""
     opt = so.ddp(optax.sgd(0.0), mesh_of(data=2), dropped, micro_batches=2)
-    batch, agreed = np.ones(8, np.float32), set()
+    batch = np.ones(8, np.float32)
+    agreed = set()
     batch[5] = np.nan
     for seed in range(6):
         if agreed == {True, False}:
@@ -226,10 +229,8 @@ def test_rows_that_weigh_nothing_are_a_finding(rng, mesh_of):
 
     loss_fn = weighted if rng else lambda params, batch: weighted(params, batch)
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn)
-    state, batch = (
-        opt.init({"w": np.ones((), np.float32)}),
-        {"x": np.ones(4), "weight": np.array([0, 0, 0, 1.0])},
-    )
+    state = opt.init({"w": np.ones((), np.float32)})
+    batch = {"x": np.ones(4), "weight": np.array([0, 0, 0, 1.0])}
     assert so.find_nan(opt, state, batch) is None
     finding = so.find_nan(opt, state, batch | {"weight": np.zeros(4)})
     assert (finding.kind, finding.direction, finding.operation) == ("NaN", "forward", "div")
@@ -246,7 +247,8 @@ def row_mean(params, batch):
 def test_a_loss_may_name_an_axis(mesh_of):
     """The mean over devices is the mean of the whole batch: no device alone has this NaN."""
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), row_mean, view="per_device")
-    state, batch = opt.init({"w": np.ones((), np.float32)}), np.array([9, 9, 1, -2], np.float32)
+    state = opt.init({"w": np.ones((), np.float32)})
+    batch = np.array([9, 9, 1, -2], np.float32)
     assert so.find_nan(opt, state, batch) is None
     assert so.find_nan(opt, state, np.array([9, 9, 9, -9], np.float32)).operation == "sqrt"
 
@@ -263,7 +265,8 @@ def test_a_key_and_the_rows_of_other_devices_are_refused(reads, mesh_of):
         if reads == "batch_mean"
         else lambda params, batch, rng=None: row_mean(params, batch)
     )
-    mesh, batch = mesh_of(data=2), np.array([9, 9, -1, -2], np.float32)
+    mesh = mesh_of(data=2)
+    batch = np.array([9, 9, -1, -2], np.float32)
     opt = so.ddp(optax.sgd(0.1), mesh, loss_fn, view="per_device")
     state = opt.init({"w": np.ones((), np.float32)})
     with pytest.raises(ValueError, match="find_nan runs the rows of each device apart"):

@@ -166,7 +166,8 @@ def test_devices_that_exchange_values_are_named_without_their_partners(device):
             evidence.append(Evidence(shift, PAIRS, sums))
         return evidence
 
-    sizes, partner = {"data": 2, "tensor": 2}, device ^ 1
+    sizes = {"data": 2, "tensor": 2}
+    partner = device ^ 1
     assert judge(pair_runs(lambda number: True), sizes) == Verdict(GRADIENT, NAMED, (device,))
     once = judge(pair_runs(lambda number: number == 0), sizes)
     assert once == Verdict(GRADIENT, ONE_OF, tuple(sorted((device, partner))))
@@ -174,7 +175,8 @@ def test_devices_that_exchange_values_are_named_without_their_partners(device):
 
 
 def test_all_devices_that_exchange_values_are_suspects():
-    column, sizes = Column(REDUCTION, together=("data",)), {"data": 4}
+    column = Column(REDUCTION, together=("data",))
+    sizes = {"data": 4}
 
     def results(*values):
         return [

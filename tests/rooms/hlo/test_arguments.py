@@ -68,14 +68,10 @@ def test_meshes_may_be_abstract_or_mappings(program):
 
 def test_abstract_arguments_without_shardings_are_refused(mesh_of):
     """jax would compile for one device, and a table without collectives would look like good news."""
-    mesh, grads = (
-        mesh_of(data=8),
-        jax.jit(jax.grad(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2))),
-    )
-    params, rows = (
-        {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)},
-        jax.ShapeDtypeStruct((16, 8), jnp.bfloat16),
-    )
+    mesh = mesh_of(data=8)
+    grads = jax.jit(jax.grad(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)))
+    params = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
+    rows = jax.ShapeDtypeStruct((16, 8), jnp.bfloat16)
     message = (
         "audit: these arguments have no shardings, so the program would be for one device, and send"
         " nothing.\n  argument 0/w: float32[8, 4]\n  argument 1: bfloat16[16, 8]\nFix: pass"
@@ -135,7 +131,9 @@ def test_memory_counts_the_bytes_of_one_device(mesh_of):
     state = opt.init({"w": jnp.ones((64, 64))})
     compiled = opt.step.lower(state, jnp.ones((16, 64))).compile()
     usage = memory(compiled)
-    weights, batch, small = 64 * 64 * 4, 2 * 64 * 4, 64
+    weights = 64 * 64 * 4
+    batch = 2 * 64 * 4
+    small = 64
     assert weights + batch <= usage.arguments <= weights + batch + small
     assert weights <= usage.aliased <= usage.outputs <= weights + small
     assert usage.peak == usage.arguments + usage.temporary + usage.outputs - usage.aliased

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.fast
 
 def program(line, operands="f32[2,3], f32[3,4]", computations=""):
     shapes = operands.split(", f")
-    lhs, rhs = shapes[0], f"f{shapes[1]}"
+    lhs = shapes[0]
+    rhs = f"f{shapes[1]}"
     return (
         f"HloModule m\n\n{computations}ENTRY %main (a: {lhs}, b: {rhs}) -> f32[2] {{\n"
         f"  %a = {lhs} parameter(0)\n  %b = {rhs} parameter(1)\n  ROOT {line}\n}}\n"
@@ -76,7 +77,8 @@ def test_passes_of_a_pipeline_count_as_often_as_its_schedule_runs_them():
 
 def test_a_loop_in_a_pass_that_is_as_long_as_the_schedule_is_another():
     schedule = schedules.eager_one_f_one_b(2, 4)
-    ticks, product = schedule.num_ticks, 2 * 16**3
+    ticks = schedule.num_ticks
+    product = 2 * 16**3
 
     def branching(x, busy):
         return jax.lax.cond(busy, lambda x: x @ x, jnp.sin, x), None
@@ -156,7 +158,9 @@ def test_each_instruction_has_its_flops(line, operands, flops):
 def test_a_step_for_a_tpu_has_the_flops_of_its_products():
     # four blocks of two matrices 1024 x 4096, halved over tensor; 8 rows a device in two
     # micro-batches
-    rows, weights, batches = (8 * 8) // 4 // 2, 2 * 1024 * 4096 // 2, 2
+    rows = (8 * 8) // 4 // 2
+    weights = 2 * 1024 * 4096 // 2
+    batches = 2
     forward = 4 * 2 * rows * weights * batches
     assert inner_product_flops((PROGRAMS / "v5e_fsdp.hlo").read_text()) == pytest.approx(
         3 * forward, rel=0.02

@@ -147,7 +147,8 @@ def test_ragged_pieces_go_where_their_sender_says():
 def test_all_turns_of_a_loop_count():
     loop = jax.jit(lambda x: lax.fori_loop(0, 50, lambda _, y: y + x, x))
     text = loop.lower(jnp.ones(1000)).compile().as_text()
-    module, inputs = parse(text), [np.ones((1, 1000), np.float32)]
+    module = parse(text)
+    inputs = [np.ones((1, 1000), np.float32)]
     interpreter = Interpreter(module)
     assert interpreter.run(inputs)[0].sum() == 51_000
     assert 50_000 < interpreter.computed < 60_000
@@ -263,7 +264,8 @@ def test_bodies_inside_of_bodies_run_on_their_devices():
         check_vma=False,
     )
     draw = np.random.default_rng(0)
-    x, w = draw.normal(size=(4, 6)).astype(np.float32), draw.normal(size=(6, 6)).astype(np.float32)
+    x = draw.normal(size=(4, 6)).astype(np.float32)
+    w = draw.normal(size=(6, 6)).astype(np.float32)
     written = ReferenceInterpreter(parse(lowered_text(jax.jit(f).lower(x, w))))
     chosen = np.concatenate([x[:2] @ w, x[2:] * 0.5])
     expected = chosen + np.tile(x[:2] + x[2:], (2, 1)), chosen.reshape(2, 2, 6)

@@ -22,7 +22,8 @@ ROWS = (
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("row", ROWS)
 def test_no_program_is_wrong_and_no_wrong_program_is_proved(seed, row, tmp_path):
-    script, path = ROOT / "benchmarks" / "compiled_proof.py", tmp_path / "results.json"
+    script = ROOT / "benchmarks" / "compiled_proof.py"
+    path = tmp_path / "results.json"
     command = [
         sys.executable,
         str(script),

@@ -252,7 +252,8 @@ def test_branches_count_as_taken_and_say_so():
 
 
 def test_branches_in_the_loop_over_ticks_count_as_often_as_the_schedule_takes_them():
-    mesh, schedule = make_mesh({"data": 8}), so.schedules.interleaved(2, 4, num_chunks=2)
+    mesh = make_mesh({"data": 8})
+    schedule = so.schedules.interleaved(2, 4, num_chunks=2)
 
     def twice(v):
         return lax.scan(lambda v, _: (lax.psum(jnp.sin(v), "data"), None), v, None, length=3)[0]
@@ -276,8 +277,10 @@ def test_branches_in_the_loop_over_ticks_count_as_often_as_the_schedule_takes_th
 
 
 def test_branches_elsewhere_than_in_the_loop_over_ticks_are_taken_each_time():
-    mesh, schedule = make_mesh({"data": 8}), so.schedules.eager_one_f_one_b(2, 4)
-    ticks, taken = schedule.num_ticks, schedule.num_micro_batches
+    mesh = make_mesh({"data": 8})
+    schedule = so.schedules.eager_one_f_one_b(2, 4)
+    ticks = schedule.num_ticks
+    taken = schedule.num_micro_batches
     assert ticks != taken
 
     def send(v):
@@ -315,7 +318,8 @@ def test_branches_elsewhere_than_in_the_loop_over_ticks_are_taken_each_time():
 
 
 def test_a_schedule_that_is_not_the_programs_is_refused():
-    mesh, other = make_mesh({"data": 8}), so.schedules.eager_one_f_one_b(2, 16)
+    mesh = make_mesh({"data": 8})
+    other = so.schedules.eager_one_f_one_b(2, 16)
     fix = (
         "Fix: pass the schedule that the program was made with, such as opt.config.schedule, or"
         " none."

@@ -23,7 +23,8 @@ from shardopt.hlo import Proof, prove
 from shardopt.hlo.proof._proof import WrongInstruction
 from shardopt.hlo.proof._text import text_of
 
-ROWS, COPIES = "{devices=[4,1]<=[4]}", "{replicated}"
+ROWS = "{devices=[4,1]<=[4]}"
+COPIES = "{replicated}"
 
 HEADER = """HloModule step, num_partitions=4
 
@@ -147,7 +148,8 @@ def test_right_programs_are_derived_and_next_to_what_was_written_proved():
 
 
 def test_a_sum_of_a_constant_is_settled_by_the_numbers():
-    open_proof, proof = proof_of(MEAN), proof_of(MEAN, written=WRITTEN_MEAN)
+    open_proof = proof_of(MEAN)
+    proof = proof_of(MEAN, written=WRITTEN_MEAN)
     assert (open_proof.verdict, open_proof.sums_of_constants) == ("derived", ("count",))
     assert (proof.verdict, proof.sums_of_constants) == ("proved", ("count",))
     assert "Whether sums of constants are meant is settled by the comparison: count." in str(proof)
@@ -748,7 +750,8 @@ def test_every_row_of_the_strategy_table_is_proved_or_agrees(start, corpus):
     verdicts = {}
     for row in rows:
         for program, _ in corpus.compiled_programs(row) if row.name.startswith(start) else ():
-            text, written = program.text, program.lowered
+            text = program.text
+            written = program.lowered
             proof = prove(
                 text,
                 inputs=program.inputs,

@@ -316,7 +316,8 @@ def test_a_donated_argument_is_not_overwritten_before_it_is_read():
 def test_a_text_that_is_no_module_is_refused():
     _, compiled = sum_of_rows()
     text = compiled.as_text()
-    inputs, outputs = ["{devices=[4,1]<=[4]}"], ["{replicated}"]
+    inputs = ["{devices=[4,1]<=[4]}"]
+    outputs = ["{replicated}"]
     end = text.rstrip().rstrip("}")
     for broken, reason in [(end, "it ends within"), (text + text, "two HloModule lines")]:
         with pytest.raises(ValueError, match=reason):

@@ -41,10 +41,8 @@ class LinenBatchNorm(linen.BatchNorm):
         size = x.shape[-1:]
         mean = self.variable("batch_stats", "mean", jnp.zeros, size)
         var = self.variable("batch_stats", "var", jnp.ones, size)
-        scale, bias = (
-            self.param("scale", self.scale_init, size),
-            self.param("bias", self.bias_init, size),
-        )
+        scale = self.param("scale", self.scale_init, size)
+        bias = self.param("bias", self.bias_init, size)
         if linen.merge_param("use_running_average", self.use_running_average, use_running_average):
             return normalised(x, mean.value, var.value, scale, bias, self.epsilon)
         now = moments(x)
@@ -85,7 +83,8 @@ class EquinoxBatchNorm(eqx.Module):
     statistics: eqx.nn.StateIndex
 
     def __init__(self, size):
-        self.weight, self.bias = jnp.ones(size), jnp.zeros(size)
+        self.weight = jnp.ones(size)
+        self.bias = jnp.zeros(size)
         self.statistics = eqx.nn.StateIndex((jnp.zeros(size), jnp.ones(size)))
 
     def __call__(self, x, state, *, inference=False):
@@ -119,7 +118,8 @@ def linen_model(is_custom):
 def nnx_model(is_custom):
     class Net(nnx.Module):
         def __init__(self, rngs):
-            self.up, self.down = nnx.Linear(6, 8, rngs=rngs), nnx.Linear(8, 2, rngs=rngs)
+            self.up = nnx.Linear(6, 8, rngs=rngs)
+            self.down = nnx.Linear(8, 2, rngs=rngs)
             self.norm = (NnxBatchNorm if is_custom else nnx.BatchNorm)(8, momentum=0.9, rngs=rngs)
 
         def __call__(self, x):
@@ -150,7 +150,8 @@ def equinox_model(is_custom):
         norm: eqx.Module
 
         def __init__(self, key):
-            self.up, self.down = eqx.nn.Linear(6, 8, key=key), eqx.nn.Linear(8, 2, key=key)
+            self.up = eqx.nn.Linear(6, 8, key=key)
+            self.down = eqx.nn.Linear(8, 2, key=key)
             self.norm = (
                 EquinoxBatchNorm(8)
                 if is_custom
@@ -192,7 +193,10 @@ def test_equals_the_librarys_own_layer_on_one_device(model, mesh_of, x64):
         return loss_fn
 
     params, stats, forward = model(is_custom=False)
-    params, stats, differences, custom_model = wide(params), wide(stats), [], model(is_custom=True)
+    params = wide(params)
+    stats = wide(stats)
+    differences = []
+    custom_model = model(is_custom=True)
     grad = jax.jit(
         jax.value_and_grad(
             lambda *args: loss_of(forward)({"params": args[0], "stats": args[1]}, args[2]),
@@ -208,10 +212,8 @@ def test_equals_the_librarys_own_layer_on_one_device(model, mesh_of, x64):
     state = opt.init({"params": wide(custom_model[0]), "stats": wide(custom_model[1])})
     for batch in (X, X[::-1] ** 2, X + 1):
         (loss, aux), grads = grad(params, stats, batch)
-        params, stats = (
-            jax.tree.map(lambda x, g: x - 0.1 * g, params, grads),
-            aux["stats"].values["stats"],
-        )
+        params = jax.tree.map(lambda x, g: x - 0.1 * g, params, grads)
+        stats = aux["stats"].values["stats"]
         state, metrics = opt.step(state, batch)
         differences.append(abs(metrics["loss"] - loss))
     assert max(differences) < 1e-9

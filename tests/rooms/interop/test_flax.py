@@ -25,7 +25,8 @@ def linen_model():
             return dense(8, "down")(jnp.tanh(dense(32, "up")(x)))
 
     boxed = Net().init(jax.random.key(0), jnp.zeros((1, 12)))
-    params, specs = linen.unbox(boxed), linen.get_partition_spec(boxed)
+    params = linen.unbox(boxed)
+    specs = linen.get_partition_spec(boxed)
     return params, specs, lambda params, x: Net().apply(params, x)
 
 
@@ -38,7 +39,8 @@ def nnx_model():
 
     class Net(nnx.Module):
         def __init__(self, rngs):
-            self.up, self.down = linear((12, 32), "up", rngs), linear((32, 8), "down", rngs)
+            self.up = linear((12, 32), "up", rngs)
+            self.down = linear((32, 8), "down", rngs)
 
         def __call__(self, x):
             return self.down(jnp.tanh(self.up(x)))
@@ -61,8 +63,11 @@ def test_names_of_dims_become_rules_that_train_as_one_device(make, mesh_of):
 
     tx = optax.adam(1e-2)
     opt = so.fsdp(tx, mesh_of(data=2, tensor=2), loss_fn, rules=rules, min_shard_elements=1)
-    state, reference, moments = opt.init(params), params, tx.init(params)
-    gradient, update = jax.jit(jax.grad(loss_fn)), jax.jit(tx.update)
+    state = opt.init(params)
+    reference = params
+    moments = tx.init(params)
+    gradient = jax.jit(jax.grad(loss_fn))
+    update = jax.jit(tx.update)
     split = [leaf.sharding.spec for leaf in jax.tree.leaves(state.params) if leaf.ndim == 2]
     assert set(split) == {P("data", "tensor"), P("tensor", "data")}
     for step in range(3):

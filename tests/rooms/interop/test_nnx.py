@@ -17,11 +17,10 @@ BATCH = {"x": DRAW.normal(size=(32, 6)).astype(np.float32), "y": DRAW.integers(0
 
 class Net(nnx.Module):
     def __init__(self, rngs, rate=0.0):
-        self.up, self.norm = (
-            nnx.Linear(6, 16, rngs=rngs),
-            nnx.BatchNorm(16, momentum=0.9, rngs=rngs),
-        )
-        self.dropout, self.down = nnx.Dropout(rate, rngs=rngs), nnx.Linear(16, 3, rngs=rngs)
+        self.up = nnx.Linear(6, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, momentum=0.9, rngs=rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs)
+        self.down = nnx.Linear(16, 3, rngs=rngs)
         self.calls = nnx.Variable(jnp.int32(0))
 
     def __call__(self, x):
@@ -31,7 +30,8 @@ class Net(nnx.Module):
 
 class Dropped(nnx.Module):
     def __init__(self, rngs):
-        self.scale, self.dropout = nnx.Param(jnp.ones(6)), nnx.Dropout(0.5, rngs=rngs)
+        self.scale = nnx.Param(jnp.ones(6))
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
 
     def __call__(self, x):
         return self.dropout(x * self.scale[None])
@@ -58,11 +58,13 @@ def kept(model, batch):
 
 
 def test_a_module_trains_as_nnx_trains_it_with_its_statistics(mesh_of):
-    tx, model = optax.sgd(0.1, momentum=0.9), Net(nnx.Rngs(3))
+    tx = optax.sgd(0.1, momentum=0.9)
+    model = Net(nnx.Rngs(3))
     params, loss_fn, rules = so.interop.nnx(model, cross_entropy)
     opt = so.fsdp(tx, mesh_of(data=1), loss_fn, rules=rules, min_shard_elements=1)
     state = opt.init(params)
-    optimizer, losses = nnx.Optimizer(model, tx, wrt=nnx.Param), []
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    losses = []
 
     @nnx.jit
     def train_step(model, optimizer, batch):
@@ -94,13 +96,15 @@ def test_every_step_has_a_mask_of_its_own_and_evaluation_none(mesh_of):
     params, loss_fn, rules = so.interop.nnx(Dropped, kept)
     assert rules == ()
     key = jax.random.key(0)
-    keys, initial_params = jax.random.split(key, 4), params(key)
+    keys = jax.random.split(key, 4)
+    initial_params = params(key)
     assert sorted(initial_params) == ["scale"]
     losses = {float(loss_fn(initial_params, BATCH, rng=mask_key)[0]) for mask_key in keys}
     assert len(losses) == 4
     assert float(loss_fn(initial_params, BATCH)[0]) == 1.0
     opt = so.ddp(optax.sgd(0.0), mesh_of(data=2), loss_fn, view="unproved")
-    state, seen = opt.init(params, key), []
+    state = opt.init(params, key)
+    seen = []
     for _ in range(3):
         state, metrics = opt.step(state, BATCH)
         seen.append(float(metrics["told"]))

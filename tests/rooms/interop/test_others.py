@@ -21,7 +21,8 @@ def ranks_as_users_have_them():
         yield
 
 
-STEPS, TOLERANCE = 3, 2e-5
+STEPS = 3
+TOLERANCE = 2e-5
 KEY = 7
 # A bias before a batch norm has a gradient of zero but for rounding. It must not become a whole
 # step.
@@ -49,7 +50,8 @@ def one_device(case, tx):
 
     @jax.jit
     def step(params, opt_state, batch, number):
-        leaves, key = jax.tree.leaves(params), jax.random.fold_in(jax.random.key(KEY), 0)
+        leaves = jax.tree.leaves(params)
+        key = jax.random.fold_in(jax.random.key(KEY), 0)
         for index in (number, 0, 0, 0):  # the step's, the device's, the micro-batch's, the loss's
             key = jax.random.fold_in(key, index)
 
@@ -97,11 +99,9 @@ def test_it_trains_as_on_one_device(name, strategy, mesh_of):
     options = case.options | ({"min_shard_elements": 1} if strategy == "fsdp" else {})
     opt = getattr(so, strategy)(TX, mesh_of(data=8), case.loss_fn, **options)
     init, step = one_device(case, TX)
-    state, params, opt_state = (
-        opt.init(case.params, jax.random.key(KEY)),
-        case.params,
-        init(case.params),
-    )
+    state = opt.init(case.params, jax.random.key(KEY))
+    params = case.params
+    opt_state = init(case.params)
     for number, batch in enumerate(case.batches(STEPS)):
         state, metrics = opt.step(state, batch)
         params, opt_state, loss = step(params, opt_state, batch, number)
@@ -113,7 +113,8 @@ def test_it_trains_as_on_one_device(name, strategy, mesh_of):
 def test_in_the_per_device_view_it_is_refused_if_rows_mix_and_else_not(name, mesh_of):
     case = MODELS[name]()
     opt = so.ddp(TX, mesh_of(data=8), case.loss_fn, rules=case.rules, view="per_device")
-    state, batch = opt.init(case.params, jax.random.key(KEY)), case.batches(1)[0]
+    state = opt.init(case.params, jax.random.key(KEY))
+    batch = case.batches(1)[0]
     if case.mixing:
         with pytest.raises(so.errors.NotSeparableError, match=re.escape("support/others.py")):
             opt.step.lower(state, batch)
@@ -139,9 +140,12 @@ def test_two_optimizers_take_turns_on_one_tree_of_parameters(mesh_of):
     def make(case, tx):
         return so.fsdp(tx, mesh_of(data=8), case.loss_fn, min_shard_elements=1, **case.options)
 
-    opts, alone = [make(*player) for player in players], [one_device(*player) for player in players]
-    states, opt_states = [opt.init(start) for opt in opts], [init(start) for init, _ in alone]
-    params, expected = states[0].params, start
+    opts = [make(*player) for player in players]
+    alone = [one_device(*player) for player in players]
+    states = [opt.init(start) for opt in opts]
+    opt_states = [init(start) for init, _ in alone]
+    params = states[0].params
+    expected = start
     for number, batch in enumerate(players[0][0].batches(STEPS)):
         for turn, (opt, (_, step)) in enumerate(zip(opts, alone, strict=True)):
             states[turn], metrics = opt.step(states[turn]._replace(params=params), batch)

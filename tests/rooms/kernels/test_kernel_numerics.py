@@ -28,12 +28,10 @@ def exact(query, key, value, d_out):
     """Return attention and its gradients in float64, head by head."""
     query, key, value, d_out = (np.asarray(x, np.float64)[0] for x in (query, key, value, d_out))
     T, H, K = query.shape
-    out, dq, dk, dv = (
-        np.zeros_like(query),
-        np.zeros_like(query),
-        np.zeros_like(key),
-        np.zeros_like(value),
-    )
+    out = np.zeros_like(query)
+    dq = np.zeros_like(query)
+    dk = np.zeros_like(key)
+    dv = np.zeros_like(value)
     for h in range(H):
         scores = query[:, h] @ key[:, 0].T * K**-0.5
         scores[np.triu_indices(T, 1)] = -np.inf
@@ -89,7 +87,8 @@ def test_kernels_in_bfloat16_are_as_exact_as_jax(length, width):
     for name, values, other, wanted in zip(
         ("out", "dq", "dk", "dv"), ours, jaxs, expected, strict=True
     ):
-        error, other_error = relative_error(values, wanted), relative_error(other, wanted)
+        error = relative_error(values, wanted)
+        other_error = relative_error(other, wanted)
         assert error < 0.01, (name, error)
         # since 0.12, XLA keeps d_scores in float32: 1.5
         assert error < 1.6 * other_error, (name, error, other_error)
@@ -149,7 +148,8 @@ def run_backward(groups, heads=4):
     query, key, value, d_out = (
         jnp.swapaxes(x, 1, 2) for x in operands(256, 128, jnp.float32, heads=heads)
     )
-    number, marks = jnp.full((1, heads, 256), 5.0), Marks(None, None)
+    number = jnp.full((1, heads, 256), 5.0)
+    marks = Marks(None, None)
     keys = Keys(*(jnp.concatenate([x] * groups, axis=1) for x in (key, value)), marks)
     return splash_backward.gradients(
         Queries(query * 0.05, d_out, number, number * 0, marks), keys, CAUSAL, dtype=jnp.float32

@@ -47,18 +47,18 @@ CASES = {
 
 def gradients_of(case, monkeypatch):
     """Return the gradients by the kernel, and by plain attention."""
-    T, H, G = case.length, 4, case.heads
+    T = case.length
+    H = 4
+    G = case.heads
     rng = np.random.default_rng(0)
 
     def draw(heads, width):
         return np.asarray(rng.normal(size=(2, heads, T, width)), np.float32)
 
-    query, key, value, d_out = (
-        draw(H, 12) / 3,
-        draw(G, 12),
-        draw(G, case.values),
-        draw(H, case.values),
-    )
+    query = draw(H, 12) / 3
+    key = draw(G, 12)
+    value = draw(G, case.values)
+    d_out = draw(H, case.values)
     segments = np.sort(rng.integers(0, 3, (2, T)), axis=1).astype(np.int32) if case.packed else None
     mask = visible(T, causal=case.causal, window=case.window)[None]
     if segments is not None:

@@ -58,7 +58,9 @@ def operands(case):
         return jnp.asarray(rng.normal(size=(2, heads, case.length, width)), case.dtype)
 
     (H, G), T = case.heads, case.length
-    query, key, value = draw(H, case.width) / 3, draw(G, case.width), draw(G, case.values)
+    query = draw(H, case.width) / 3
+    key = draw(G, case.width)
+    value = draw(G, case.values)
     segments = (
         jnp.asarray(np.sort(rng.integers(0, 3, (2, T)), axis=1), jnp.int32) if case.packed else None
     )
@@ -122,7 +124,8 @@ def test_rows_whose_keys_do_not_fit_into_memory_are_mixed_by_the_kernel_of_jax(m
     case = Case(heads=(2, 1), width=128, values=128)
     query, key, value, _, mask = operands(case)
     # bytes: of a row, and of a head's block
-    keys, head = 2 * 256 * 256 * 4, 8 * 256**2 + 256 * (2 * 256 * 4 + 4 * 128)
+    keys = 2 * 256 * 256 * 4
+    head = 8 * 256**2 + 256 * (2 * 256 * 4 + 4 * 128)
     limits = [(keys + count * head) * 6 // 5 for count in (1, 2)]
 
     def heads_of(memory):

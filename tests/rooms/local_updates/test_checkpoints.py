@@ -58,7 +58,8 @@ def test_in_place_training_goes_on_bit_for_bit(
     """The run stops in the middle of a round, with a fragment on its way (sent after step 2, mixed
     in after step 3).
     """
-    opt, fresh = combined(strategy_of, kind), combined(strategy_of, kind)
+    opt = combined(strategy_of, kind)
+    fresh = combined(strategy_of, kind)
     saved, restored = trip(opt, fresh, 3)  # the target has seen no parameters
     assert same(restored, saved)
     assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(
@@ -127,7 +128,8 @@ def test_integers_take_the_maximum_and_keys_the_first(strategy_of, trip):
         return so.local_sgd(strategy_of("ddp", tx, replica=replica), sync_every=9)
 
     saved, restored = trip(make(2), make(4), 2)
-    old, new = saved.opt_state.optimizer.value[0], restored.opt_state.optimizer.value[0]
+    old = saved.opt_state.optimizer.value[0]
+    new = restored.opt_state.optimizer.value[0]
     assert np.asarray(new.inner_state.count).tolist() == [2] * 4
     assert np.asarray(new.last_finite).tolist() == [True] * 4
     keys = jax.random.key_data(new.inner_state.rng_key)
@@ -148,7 +150,8 @@ def test_error_memory_on_another_data_axis_keeps_its_mean(
 
     draw = np.random.default_rng(1)
     batch = {"x": draw.normal(size=(12, 3)), "y": draw.normal(size=(12, 2)), "weights": np.ones(12)}
-    source, target = make(old), make(new)
+    source = make(old)
+    target = make(new)
     state, _ = source.step(source.init(new_params()), batch)
     saved = jax.device_get(state)
     so.save(tmp_path, state)
@@ -156,10 +159,8 @@ def test_error_memory_on_another_data_axis_keeps_its_mean(
     assert same(
         (restored.params, restored.opt_state.optimizer), (saved.params, saved.opt_state.optimizer)
     )
-    memory, restored_reducer = (
-        saved.opt_state.reducer[0].memory,
-        restored.opt_state.reducer[0].memory,
-    )
+    memory = saved.opt_state.reducer[0].memory
+    restored_reducer = restored.opt_state.reducer[0].memory
     for a, b in zip(
         jax.tree.leaves(
             so.transforms.on_mesh(optax.identity(), mesh_of(data=new), "data").resized(memory)
@@ -270,7 +271,8 @@ def test_rolling_checkpoints_restore_onto_more_replicas_too(
 def test_fit_resumes_in_the_middle_of_a_round(strategy_of, new_params, new_batches, tmp_path):
     def run(folder, steps, resume=False):
         opt = so.diloco(strategy_of("fsdp"), sync_every=6, fragments=2, delay=1)
-        batches, options = new_batches(12, rows=16), {"progress": False, "log_every": 1}
+        batches = new_batches(12, rows=16)
+        options = {"progress": False, "log_every": 1}
         with so.Checkpoints(folder, every=2, keep=1, resume=resume) as checkpoints:
             return so.fit(
                 opt,

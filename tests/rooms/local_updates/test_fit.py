@@ -28,7 +28,8 @@ def test_it_returns_the_mean_and_saves_what_goes_on(
 
     At the end, only because it ends, as returned.
     """
-    batches, held_out = new_batches(6), new_batches(2, seed=1)
+    batches = new_batches(6)
+    held_out = new_batches(2, seed=1)
     evaluate = so.training.evaluation(opt, held_out)
     with so.Checkpoints(tmp_path, every=100, keep=None, best="val_loss") as checkpoints:
         result = so.fit(
@@ -59,7 +60,8 @@ def test_it_returns_the_mean_and_saves_what_goes_on(
 def test_a_scheduled_evaluation_is_of_what_they_share_at_the_last_step_too(
     opt, new_params, new_batches, steps_on
 ):
-    batches, evaluate = new_batches(6), so.training.evaluation(opt, new_batches(2, seed=1))
+    batches = new_batches(6)
+    evaluate = so.training.evaluation(opt, new_batches(2, seed=1))
     result = so.fit(
         opt,
         opt.init(new_params()),
@@ -99,7 +101,8 @@ def test_a_run_in_which_they_never_agree_is_refused(
     how, first, said, strategy_of, new_params, new_batches
 ):
     opt = so.diloco(strategy_of("ddp"), **how)
-    state, drawn = opt.init(new_params()), []
+    state = opt.init(new_params())
+    drawn = []
     batches = (drawn.append(True) or batch for batch in new_batches(6))
     with pytest.raises(ValueError, match="first synchronize") as caught:
         so.fit(opt, state, batches, num_steps=first - 1, progress=False)

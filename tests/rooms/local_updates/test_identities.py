@@ -32,7 +32,8 @@ def test_one_inner_step_of_sgd_and_a_plain_outer_step_is_the_strategy_alone(
 def test_a_plain_outer_step_is_local_sgd(
     strategy_of, new_params, new_batches, steps_on, rows_of, max_difference, x64
 ):
-    inner, batches = strategy_of("fsdp"), new_batches(7)
+    inner = strategy_of("fsdp")
+    batches = new_batches(7)
     opts = [so.diloco(inner, outer=optax.sgd(1.0), sync_every=3), so.local_sgd(inner, sync_every=3)]
     runs = [steps_on(opt, opt.init(new_params()), batches) for opt in opts]
     assert max_difference(runs[0][0].params, jax.device_get(runs[1][0].params)) < 1e-10
@@ -46,7 +47,8 @@ def test_warm_up_is_the_strategy_alone_for_any_optimizer_and_any_weights(
     strategy_of, new_params, new_batches, steps_on, rows_of, max_difference, x64
 ):
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-4))
-    inner, batches = strategy_of("zero1", tx, weighted=True), new_batches(3)
+    inner = strategy_of("zero1", tx, weighted=True)
+    batches = new_batches(3)
     alone, wanted = steps_on(inner, inner.init(new_params()), batches)
     opt = so.local_sgd(inner, sync_every=5, warmup_steps=3)
     state, metrics = steps_on(opt, opt.init(new_params()), batches)

@@ -75,7 +75,8 @@ MUTATIONS = [
 def difference(strategy_of, tiny, new_batches, steps_on, rows_of, max_difference):
     def run():
         model, make = tiny
-        params, batches = make(), new_batches(8)
+        params = make()
+        batches = new_batches(8)
         opt = so.diloco(strategy_of("fsdp", TX, model=model), **HOW)
         state, _ = steps_on(opt, opt.init(params), batches)
         shared, replica_params = reference.diloco(TX, model.loss_fn, params, batches, 2, **HOW)

@@ -38,7 +38,8 @@ def test_an_exact_one_is_the_exact_mean(
     max_difference,
     x64,
 ):
-    inner, batches = strategy_of(name, optax.sgd(0.05), **sizes), new_batches(5, rows=16)
+    inner = strategy_of(name, optax.sgd(0.05), **sizes)
+    batches = new_batches(5, rows=16)
     reduced_state, wanted = (
         steps_on(opt, opt.init(new_params()), batches)[0]
         for opt in (so.diloco(inner, reducer=reducer, **HOW), so.diloco(inner, **HOW))

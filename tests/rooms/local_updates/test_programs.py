@@ -58,7 +58,8 @@ def test_only_a_step_that_agrees_sends_over_replica_once_and_exactly_its_paramet
     assert set(report.by_axis()) == {("replica",)}
     assert set(report.by_kind()) == {"all-reduce"}
     assert not report.of(in_loop=True).collectives
-    params, abstract = new_params(), opt.abstract_state()
+    params = new_params()
+    abstract = opt.abstract_state()
     device_bytes = 0
     for leaf, spec in zip(
         jax.tree.leaves(params),
@@ -221,7 +222,8 @@ def test_the_step_count_is_read_back_once(strategy_of, new_params, new_batches, 
     """Reading it would make the host wait for the step before, each time."""
     opt = so.local_sgd(strategy_of("ddp"), sync_every=2)
     state = opt.init(new_params())
-    reads, kind = [], type(state.step)
+    reads = []
+    kind = type(state.step)
     real = kind.__int__
     monkeypatch.setattr(kind, "__int__", lambda self: reads.append(1) or real(self))
     for batch in new_batches(5):

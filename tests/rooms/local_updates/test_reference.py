@@ -36,7 +36,9 @@ def compare(strategy_of, new_params, new_batches, steps_on, rows_of, max_differe
         outer=reference.NESTEROV,
     ):
         model, make = tiny or (model_of(), lambda: new_params(blocks))
-        params, batches, sizes = make(), new_batches(steps, rows=16), dict(sizes)
+        params = make()
+        batches = new_batches(steps, rows=16)
+        sizes = dict(sizes)
         opt = combine(strategy_of(name, tx, model=model, **sizes), **how)
         state, metrics = steps_on(opt, opt.init(params), batches)
         shared, replica_params = reference.diloco(

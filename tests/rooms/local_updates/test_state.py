@@ -179,12 +179,10 @@ def test_leaves_that_the_loss_updates_are_averaged_when_replicas_agree(
     )
     opt = so.diloco(inner, sync_every=3, delay=delay)
     batches = new_batches(5)
-    state, replica_means, shared, seen = (
-        opt.init(params),
-        np.zeros((2, 3)),
-        np.zeros(3),
-        np.zeros(2, int),
-    )
+    state = opt.init(params)
+    replica_means = np.zeros((2, 3))
+    shared = np.zeros(3)
+    seen = np.zeros(2, int)
     for step, batch in enumerate(batches, start=1):
         state, _ = opt.step(state, batch)
         halves = np.split(batch["x"], 2)
@@ -197,7 +195,8 @@ def test_leaves_that_the_loss_updates_are_averaged_when_replicas_agree(
         )
         if step == 3 + delay:
             shared = replica_means.mean(0)
-            replica_means, seen = np.stack([shared] * 2), np.full(2, seen.max())
+            replica_means = np.stack([shared] * 2)
+            seen = np.full(2, seen.max())
         np.testing.assert_allclose(state.opt_state.params.value["mean"], replica_means, rtol=1e-12)
         np.testing.assert_allclose(state.params["mean"], shared, rtol=1e-12, atol=1e-15)
         assert np.array_equal(state.opt_state.params.value["seen"], seen)
@@ -212,7 +211,8 @@ def test_hyperparameters_are_one_number_for_all_replicas(
     outer = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0, momentum=0.25)
     opt = so.diloco(strategy_of("fsdp", tx), outer=outer, sync_every=2)
     state = opt.init(new_params())
-    inside, outside = "optimizer/value/learning_rate", "outer/0/learning_rate"
+    inside = "optimizer/value/learning_rate"
+    outside = "outer/0/learning_rate"
     assert so.training.hyperparams(state) == {inside: 0.5, outside: 1.0, "momentum": 0.25}
     state = so.replace(state, hyperparams={inside: 0.0, outside: 0.5})
     assert so.training.hyperparams(state) == {inside: 0.0, outside: 0.5, "momentum": 0.25}

@@ -20,7 +20,9 @@ from support.tiers import tiered
 import shardopt as so
 from shardopt.step._inputs import place_batch
 
-LENGTH, ROWS, WIDTH = 5, 16, 4
+LENGTH = 5
+ROWS = 16
+WIDTH = 4
 TX = optax.sgd(0.05, momentum=0.9)
 DIMS = [("^frames$", 1), ("^table$", None)]
 RULES = [("^w$", P(None, "tensor")), ("^v$", P("tensor"))]
@@ -82,7 +84,8 @@ def first_rows(batch, count):
 def trains_as_one_device(opt, loss, params, batches):
     """Train, and compare losses, norms and parameters; return the last state and metrics."""
     expected, final = train(TX, loss, params, batches)
-    state, losses_and_norms = opt.init(params), []
+    state = opt.init(params)
+    losses_and_norms = []
     for batch in batches:
         state, metrics = opt.step(state, batch)
         losses_and_norms.append((float(metrics["loss"]), float(metrics["grad_norm"])))
@@ -91,7 +94,8 @@ def trains_as_one_device(opt, loss, params, batches):
     return state, metrics
 
 
-EIGHT, SQUARE = {"data": 8}, {"data": 2, "tensor": 2}
+EIGHT = {"data": 8}
+SQUARE = {"data": 2, "tensor": 2}
 TABLE = [
     ("ddp", EIGHT, 1, "per_device"),
     ("ddp", SQUARE, 2, "per_device"),
@@ -183,10 +187,11 @@ def test_replicas_that_train_apart_share_the_table(view, mesh_of, x64):
 
     The loss is a mean, as the replicas' are averaged.
     """
-    tx, mean = (
-        optax.sgd(0.05),
-        lambda params, batch: total_and_weight(params, batch)[0] / batch["weight"].size,
-    )
+    tx = optax.sgd(0.05)
+
+    def mean(params, batch):
+        return total_and_weight(params, batch)[0] / batch["weight"].size
+
     options = {
         "batch_dims": DIMS,
         "min_shard_elements": 8,
@@ -205,7 +210,8 @@ def test_replicas_that_train_apart_share_the_table(view, mesh_of, x64):
 
 def test_a_batch_that_is_one_array(mesh_of, x64):
     """Its key path is empty, and what says which rows of it count has rows in dim 0 all the same."""
-    frames, start = batches()[0]["frames"], params()
+    frames = batches()[0]["frames"]
+    start = params()
 
     def loss(params, batch):
         return (jnp.tanh(batch @ params["w"]).sum(0) @ params["v"]).mean()
@@ -391,7 +397,8 @@ def test_a_loss_that_mixes_rows_is_refused_wherever_they_are(micro_batches, mesh
         micro_batches=micro_batches,
         view="per_device",
     )
-    state, message = opt.init(params()), r"a \(weighted\) mean over rows"
+    state = opt.init(params())
+    message = r"a \(weighted\) mean over rows"
     for call in (opt.step, opt.evaluate):
         with pytest.raises(so.errors.NotSeparableError, match=message):
             call(state, batches()[0])

@@ -41,7 +41,8 @@ QUICK = [row for row in PAIRED if row[0] not in REPEATED][:4]
 def check(opt, loss_fn, params, batches, *, tx, dtype="float64", **how):
     """Train, and compare losses, norms and parameters with one device; return what came out."""
     history, final = train(tx, loss_fn, params, batches, **how)
-    state, losses_and_norms = opt.init(params), []
+    state = opt.init(params)
+    losses_and_norms = []
     for batch in batches:
         state, metrics = opt.step(state, batch)
         losses_and_norms.append((float(metrics["loss"]), float(metrics["grad_norm"])))
@@ -57,7 +58,8 @@ def check(opt, loss_fn, params, batches, *, tx, dtype="float64", **how):
 def test_any_loss_is_exact(name, way, dtype, mesh_of):
     strategy, sizes = WAYS[way]
     with jax.enable_x64(True):
-        case, tx = LOSSES[name], OPTIMIZERS["momentum"]()
+        case = LOSSES[name]
+        tx = OPTIMIZERS["momentum"]()
         params = cast(case.params, np.dtype(dtype))
         opt = STRATEGIES[strategy](tx, mesh_of(**sizes), case.loss_fn, view="global")
         check(opt, case.loss_fn, params, case.batches(4, np.dtype(dtype)), tx=tx, dtype=dtype)
@@ -105,7 +107,8 @@ def block_params():
     ids=str,
 )
 def test_blocks_that_mix_rows_equal_one_device(strategy, sizes, remat, mesh_of, x64):
-    tx, model = OPTIMIZERS["clip_adamw"](), MODEL._replace(remat=remat)
+    tx = OPTIMIZERS["clip_adamw"]()
+    model = MODEL._replace(remat=remat)
     rules = RULES if "tensor" in sizes else ()
     opt = STRATEGIES[strategy](tx, mesh_of(**sizes), model, rules=rules, view="global")
     check(opt, model.loss_fn, block_params(), LOSSES["batch_norm"].batches(3), tx=tx)
@@ -121,10 +124,8 @@ def test_hybrid_on_one_stage_equals_one_device(mesh_of, x64):
 
 
 def test_a_line_search_sees_the_whole_batch(mesh_of, x64):
-    case, tx = (
-        LOSSES["root_of_mean"],
-        optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(6)),
-    )
+    case = LOSSES["root_of_mean"]
+    tx = optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(6))
     opt = so.fsdp(tx, mesh_of(data=8), case.loss_fn, min_shard_elements=8, view="global")
     check(opt, case.loss_fn, case.params, case.batches(3), tx=tx, value_fn=True)
 
@@ -290,11 +291,13 @@ def test_blocks_in_micro_batches_equal_one_device(mesh_of, x64):
 
 @pytest.mark.slow  # test_rows.py
 def test_replicas_that_train_apart_each_see_their_whole_rows(mesh_of, x64):
-    case, tx = LOSSES["batch_norm"], OPTIMIZERS["momentum"]()
+    case = LOSSES["batch_norm"]
+    tx = OPTIMIZERS["momentum"]()
     strategy = so.fsdp(
         tx, mesh_of(replica=2, data=4), case.loss_fn, min_shard_elements=8, view="global"
     )
-    opt, batches = so.local_sgd(strategy, sync_every=2), case.batches(5)
+    opt = so.local_sgd(strategy, sync_every=2)
+    batches = case.batches(5)
     state = opt.init(case.params)
     for batch in batches:
         state, _ = opt.step(state, batch)
@@ -309,7 +312,8 @@ def test_replicas_that_train_apart_each_see_their_whole_rows(mesh_of, x64):
 
 @pytest.mark.slow
 def test_in_warm_up_steps_there_is_one_loss_of_the_whole_batch(mesh_of, x64):
-    case, tx = LOSSES["batch_norm"], OPTIMIZERS["momentum"]()
+    case = LOSSES["batch_norm"]
+    tx = OPTIMIZERS["momentum"]()
     strategy = so.ddp(tx, mesh_of(replica=2, data=4), case.loss_fn, view="global")
     opt = so.local_sgd(strategy, sync_every=2, warmup_steps=2)
     check(opt, case.loss_fn, case.params, case.batches(2), tx=tx)
@@ -346,7 +350,8 @@ def constrained(params, batch):
 
 
 def test_models_that_carry_constraints_run_as_they_are(mesh_of, x64):
-    case, tx = LOSSES["batch_norm"], OPTIMIZERS["momentum"]()
+    case = LOSSES["batch_norm"]
+    tx = OPTIMIZERS["momentum"]()
     opt = so.fsdp(tx, mesh_of(data=8), constrained, min_shard_elements=8, view="global")
 
     def plain(params, batch):
@@ -361,7 +366,8 @@ def test_models_that_carry_constraints_run_as_they_are(mesh_of, x64):
 
 
 def test_a_loss_written_for_the_other_view_is_refused(mesh_of):
-    case, mesh = LOSSES["batch_norm"], mesh_of(data=8)
+    case = LOSSES["batch_norm"]
+    mesh = mesh_of(data=8)
     (batch,), tx = case.batches(1, np.float32), optax.sgd(0.1)
 
     def placed(params, batch):
@@ -427,7 +433,8 @@ def refused(build):
 
 
 def test_bad_input_is_refused(mesh_of):
-    loss_fn, tx = LOSSES["clip"].loss_fn, optax.sgd(0.1)
+    loss_fn = LOSSES["clip"].loss_fn
+    tx = optax.sgd(0.1)
     fix = (
         "Fix: use view='auto' (chosen by a proof), 'per_device' (each device runs the loss on its"
         " rows), 'unproved' (the same without a proof) or 'global' (one loss of the whole batch)."

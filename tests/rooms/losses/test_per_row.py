@@ -13,7 +13,8 @@ from support.table import STRATEGIES
 
 import shardopt as so
 
-ROWS, DIM = 16, 6
+ROWS = 16
+DIM = 6
 
 
 def make_params():
@@ -54,7 +55,9 @@ def dropout_loss(params, row, rng=None):
 
 def loop_over_rows(params, batch, key):
     """Return the loss and metrics of a batch, row by row."""
-    totals, weights, errors = [], [], []
+    totals = []
+    weights = []
+    errors = []
     for number in range(len(batch["x"])):
         row = jax.tree.map(lambda leaf, number=number: leaf[number], batch)
         row_key = None if key is None else jax.random.fold_in(key, number)
@@ -87,7 +90,8 @@ def train_by_loop(tx, params, batches, rng):
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, metrics | {"loss": loss}
 
-    opt_state, history = tx.init(params), []
+    opt_state = tx.init(params)
+    history = []
     for number, batch in enumerate(batches):
         params, opt_state, metrics = step(params, opt_state, batch, number)
         history.append(metrics)
@@ -161,7 +165,8 @@ def test_replicas_that_train_apart_draw_for_the_rows_of_the_global_batch(make, m
 
 def test_workers_of_a_parameter_server_train_on_it_as_ddp(mesh_of):
     loss = so.per_row(lambda params, row: ((row["x"] @ params["w"]) ** 2).mean())
-    tx, batches = optax.sgd(0.05, momentum=0.9), make_batches(4)
+    tx = optax.sgd(0.05, momentum=0.9)
+    batches = make_batches(4)
     opt = so.ddp(tx, mesh_of(data=2), loss)
     state = opt.init(make_params())
     for batch in batches:

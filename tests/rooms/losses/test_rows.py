@@ -26,8 +26,10 @@ ONE_DEVICE = SimpleNamespace(
 
 def clip(rows, params, batch):
     """Return a loss with in-batch negatives in both directions."""
-    images, texts = hidden(params, batch), batch["y"] @ params["text"]
-    to_texts, to_images = images @ rows.gather_batch(texts).T, texts @ rows.gather_batch(images).T
+    images = hidden(params, batch)
+    texts = batch["y"] @ params["text"]
+    to_texts = images @ rows.gather_batch(texts).T
+    to_images = texts @ rows.gather_batch(images).T
     matched_scores = (images * texts).sum(1)
     return jnp.mean(
         jax.nn.logsumexp(to_texts, 1) + jax.nn.logsumexp(to_images, 1) - 2 * matched_scores
@@ -124,7 +126,8 @@ def distance(build, mesh, loss, tx=None, dtype=np.float64, **options):
     history, expected = train(
         tx, lambda params, batch: loss(ONE_DEVICE, params, batch), params, batches
     )
-    state, losses = opt.init(params), []
+    state = opt.init(params)
+    losses = []
     for batch in batches:
         state, metrics = opt.step(state, batch)
         losses.append(metrics["loss"])
@@ -313,7 +316,8 @@ def test_a_function_that_the_user_jitted_is_traced_again_where_the_rows_are_else
     def loss_fn(params, batch):
         return params * mean(batch) ** 2
 
-    mesh, rows = mesh_of(data=2), np.arange(8, dtype=np.float32)
+    mesh = mesh_of(data=2)
+    rows = np.arange(8, dtype=np.float32)
     assert mean(rows[:4]) == 1.5
 
     def run(micro_batches, rows):
@@ -382,7 +386,8 @@ def test_a_batch_that_devices_do_not_divide_is_not_evaluated_in_parts(mesh_of):
     opt = so.ddp(
         optax.sgd(0.1), mesh_of(data=2), lambda params, x: params * so.losses.batch_mean(x) ** 2
     )
-    rows, state = np.arange(5, dtype=np.float32), opt.init(np.float32(1))
+    rows = np.arange(5, dtype=np.float32)
+    state = opt.init(np.float32(1))
     assert so.training.evaluation(opt, [rows[:4], rows[1:3]])(state)["val_loss"] == 1.5**2
     with pytest.warns(UserWarning, match="runs in the global view"):
         # of five rows at once

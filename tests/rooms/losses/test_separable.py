@@ -207,7 +207,8 @@ def _(primals, tangents):
     return jnp.tanh(primals[0]), tangents[0] - tangents[0].mean(0, keepdims=True)
 
 
-PARAMS, ROWS = abstract({"up": jnp.ones((12, 16))}), abstract({"x": jnp.ones((16, 12))})
+PARAMS = abstract({"up": jnp.ones((12, 16))})
+ROWS = abstract({"x": jnp.ones((16, 12))})
 RULE = (
     "the derivative rule of a jax.custom_vjp or jax.custom_jvp mixes rows, or depends on their"
     " number."
@@ -297,7 +298,8 @@ def test_a_refusal_names_the_reason_and_the_uses(loss_fn, cut, why, uses):
 
 def test_the_global_view_is_taken_with_one_warning_and_reported(mesh_of):
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), summed)
-    params, batch = {"up": np.ones((12, 16), np.float32)}, {"x": np.ones((8, 12), np.float32)}
+    params = {"up": np.ones((12, 16), np.float32)}
+    batch = {"x": np.ones((8, 12), np.float32)}
     state = opt.init(params)
     assert opt.config.report().view == "view: the first step chooses it."
     with pytest.warns(UserWarning, match="the global view") as caught:
@@ -344,10 +346,8 @@ def test_the_verdict_is_that_of_the_shapes(mesh_of):
 @pytest.mark.parametrize("how", ["jit", "scan", "eval_shape"])
 def test_a_step_within_a_trace_gets_the_same_verdict(how, mesh_of):
     opt = so.fsdp(optax.sgd(0.1), mesh_of(data=2), root_of_mean, view="per_device")
-    state, batch = (
-        opt.init({"up": np.ones((12, 16), np.float32)}),
-        {"x": np.ones((8, 12), np.float32)},
-    )
+    state = opt.init({"up": np.ones((12, 16), np.float32)})
+    batch = {"x": np.ones((8, 12), np.float32)}
 
     def step(state, batch):
         return opt.step(state, batch)
@@ -384,7 +384,9 @@ def test_a_weight_that_is_trained_has_its_gradient(strategy, mesh_of, x64):
     ]
     tx = optax.sgd(0.1, momentum=0.9)
     opt = strategy(tx, mesh_of(data=4), trained_weight)
-    state, expected_params, moments = opt.init(params), params, tx.init(params)
+    state = opt.init(params)
+    expected_params = params
+    moments = tx.init(params)
     with pytest.warns(
         UserWarning, match=r"the weight of so\.losses\.Weighted depends on the parameters"
     ):

@@ -53,7 +53,8 @@ def test_a_channel_with_nan_or_infinity_on_one_device_is_nan(row, value, mesh_of
 
 def test_scales_of_sharded_channels_travel_together(mesh_of):
     """Two weights of different shapes, one with two parts, are sharded on their last dims."""
-    rng, rounding = np.random.default_rng(1), Rounding("int8")
+    rng = np.random.default_rng(1)
+    rounding = Rounding("int8")
     weights = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 4), (8, 2, 12))]
     wires = [
         LeafWire(dim, PartitionSpec(), "data", form=RoundedForm(rounding, dim)) for dim in (1, 2)
@@ -87,10 +88,8 @@ def test_scales_of_sharded_channels_travel_together(mesh_of):
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_a_cast_of_the_arrays_within_a_weight_is_refused(precision, mesh_of):
-    weight, mesh = (
-        jnp.asarray(np.random.default_rng(1).normal(size=(8, 4)), jnp.float32),
-        mesh_of(data=4),
-    )
+    weight = jnp.asarray(np.random.default_rng(1).normal(size=(8, 4)), jnp.float32)
+    mesh = mesh_of(data=4)
 
     def cast(leaf):
         return leaf.astype(jnp.bfloat16) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf

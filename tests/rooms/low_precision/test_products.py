@@ -38,11 +38,9 @@ def rounded(a, axes, dtype):
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_numbers_are_those_of_the_formula(precision, x64):
     rng = np.random.default_rng(0)
-    x, w, g = (
-        rng.normal(size=(2, 5, 16)),
-        rng.normal(size=(16, 2, 3)),
-        rng.normal(size=(2, 2, 5, 3)),
-    )
+    x = rng.normal(size=(2, 5, 16))
+    w = rng.normal(size=(16, 2, 3))
+    g = rng.normal(size=(2, 2, 5, 3))
     x[0, 1] = 0
     y, pull = jax.vjp(
         lambda x, w: so.nn.quantized_einsum(SUBSCRIPTS, x, w, precision=precision), x, w
@@ -53,7 +51,8 @@ def test_numbers_are_those_of_the_formula(precision, x64):
     storage_dtypes = (
         (np.int8,) * 2 if precision == "int8" else (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
     )
-    qx, qw = rounded(x, (2,), storage_dtypes[0]), rounded(w, (0,), storage_dtypes[0])
+    qx = rounded(x, (2,), storage_dtypes[0])
+    qw = rounded(w, (0,), storage_dtypes[0])
     expected = np.einsum(SUBSCRIPTS, qx, qw)
     np.testing.assert_allclose(y, expected, rtol=1e-12, atol=1e-12)
     # the scales of the weight, and of x, are in the gradient before it is rounded
@@ -137,7 +136,8 @@ def test_a_weight_that_is_rounded_already_gives_the_same_numbers(precision, name
 
 @pytest.mark.fast
 def test_without_a_precision_it_is_einsum():
-    x, w = jnp.ones((2, 3, 4), jnp.bfloat16), jnp.ones((4, 5), jnp.bfloat16)
+    x = jnp.ones((2, 3, 4), jnp.bfloat16)
+    w = jnp.ones((4, 5), jnp.bfloat16)
     plain = str(jax.make_jaxpr(lambda x, w: jnp.einsum("btd,df->btf", x, w))(x, w))
 
     def given(x, w):
@@ -182,7 +182,8 @@ def test_the_gradient_of_a_product_is_not_differentiated(precision):
     """jax would differentiate roundings and scales, and the weight would have a wrong gradient, or
     none.
     """
-    x, w = jnp.ones((1, 4, 8)), jnp.ones((2, 8, 8))
+    x = jnp.ones((1, 4, 8))
+    w = jnp.ones((2, 8, 8))
 
     def product(w, x):
         return so.nn.quantized_einsum("btd,edf->btef", x, w, precision=precision)

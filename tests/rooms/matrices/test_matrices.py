@@ -21,7 +21,9 @@ from shardopt.hlo import audit, inner_product_flops
 from shardopt.matrices import _owned_stage as owned_stage
 from shardopt.matrices import _owners as owners
 
-LAYERS, WIDTH, INPUTS = 8, 16, 8
+LAYERS = 8
+WIDTH = 16
+INPUTS = 8
 RULES = [("up", P(None, "tensor")), ("down", P("tensor"))]
 MODEL = so.BlockModel(
     embed=lambda outer, batch: batch["x"] @ outer["in"],
@@ -295,15 +297,18 @@ def test_a_stack_whose_first_dim_is_split_has_one_owner_a_matrix(
 
     The mutations: the stack has one owner; devices along expert repeat the work of a block; state
     is sharded differently where it is sent from."""
-    params, batch = {"up": SPLIT_SLOPES["up"][:count] * 0.2}, batches(1)[0]
+    params = {"up": SPLIT_SLOPES["up"][:count] * 0.2}
+    batch = batches(1)[0]
 
     def loss(params, batch):
         return SPLIT_MODEL.embed(params, batch)
 
-    model, tx = loss, OWNED[name]()
+    model = loss
+    tx = OWNED[name]()
     if "expert" in sizes:
         params["blocks"] = {"experts": np.random.default_rng(4).normal(size=(8, 8, 8, 16)) * 0.2}
-        model, loss = SPLIT_MODEL, SPLIT_MODEL.loss_fn
+        model = SPLIT_MODEL
+        loss = SPLIT_MODEL.loss_fn
         tx = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=last_dims_as_matrices)
     opt = so.fsdp(
         tx,
@@ -314,10 +319,8 @@ def test_a_stack_whose_first_dim_is_split_has_one_owner_a_matrix(
         opt_state="matrices",
         **options,
     )
-    owners, step = (
-        opt.config.report(params).owners,
-        opt.step.lower(opt.abstract_state(params), batch).compile(),
-    )
+    owners = opt.config.report(params).owners
+    step = opt.step.lower(opt.abstract_state(params), batch).compile()
     assert {row.paths[0]: len(set(row.owners)) for row in owners.rows} == {
         path: count if path == "up" else 8 for path, _ in leaves_with_paths(params)
     }
@@ -463,7 +466,8 @@ def test_the_report_names_the_owners_of_a_pipeline(mesh_of):
 
     The mutations: the report counts stages as owners, or divides the blocks of all stages between
     the owners of one."""
-    mesh, params = mesh_of(**PIPELINE), model_params(dtype=jnp.float32)
+    mesh = mesh_of(**PIPELINE)
+    params = model_params(dtype=jnp.float32)
     opt = so.hybrid(
         muon(),
         mesh,
@@ -696,7 +700,8 @@ def test_state_within_matrices_is_noticed(mesh_of, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [8, 6])
 def test_replicas_that_train_apart_update_at_owners_too(layers, mesh_of, x64):
-    params, states = model_params(layers), []
+    params = model_params(layers)
+    states = []
     for state_layout in ("matrices", "within"):
         inner = strategy("fsdp", muon(), mesh_of(replica=2, data=4), opt_state=state_layout)
         opt = so.local_sgd(inner, sync_every=2)

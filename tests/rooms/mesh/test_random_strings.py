@@ -48,7 +48,8 @@ strings = (
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_mesh_takes_anything(count):
-    devices, mesh_texts = jax.devices(), []
+    devices = jax.devices()
+    mesh_texts = []
 
     def prop(text, pipelined):
         mesh, message = outcome(

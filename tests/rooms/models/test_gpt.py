@@ -60,7 +60,8 @@ def test_logits_see_no_later_token():
     params = host_params(gpt.init, SMALL)
     inputs = jnp.asarray(tokens(1, 12))
     changed = inputs.at[0, 7].set((inputs[0, 7] + 1) % 256)
-    before, after = logits(params, SMALL, inputs), logits(params, SMALL, changed)
+    before = logits(params, SMALL, inputs)
+    after = logits(params, SMALL, changed)
     np.testing.assert_array_equal(before[:, :7], after[:, :7])
     assert (jnp.abs(before - after).max(axis=(0, 2))[7:] > 1e-5).all()
 
@@ -75,7 +76,8 @@ def test_each_token_is_the_target_of_the_ones_before_it():
 
 def test_weights_leave_targets_out_and_make_the_loss_a_weighted_mean():
     params = host_params(gpt.init, SMALL)
-    batch, weights = tokens(2, 9), np.ones((2, 8), np.float32)
+    batch = tokens(2, 9)
+    weights = np.ones((2, 8), np.float32)
     weights[:, 5:] = 0
     masked = loss_of(SMALL, params, {"tokens": batch, "weights": weights})
     assert isinstance(masked, so.losses.Weighted)
@@ -86,7 +88,8 @@ def test_weights_leave_targets_out_and_make_the_loss_a_weighted_mean():
 
 @pytest.mark.slow
 def test_a_few_steps_learn_a_repeating_text():
-    model, tx = gpt.model(SMALL), optax.adam(3e-3)
+    model = gpt.model(SMALL)
+    tx = optax.adam(3e-3)
     text = np.resize(np.frombuffer(b"the quick brown fox ", np.uint8), (4, 33))
     params = host_params(gpt.init, SMALL)
 
@@ -96,7 +99,8 @@ def test_a_few_steps_learn_a_repeating_text():
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    opt_state, losses = tx.init(params), []
+    opt_state = tx.init(params)
+    losses = []
     for _ in range(80):
         params, opt_state, loss = step(params, opt_state)
         losses.append(float(loss))
@@ -110,7 +114,8 @@ def test_a_few_steps_learn_a_repeating_text():
 def test_a_tensor_axis_changes_no_gradient_and_moves_sums_only(data, tensor, tied):
     config = gpt.config(dim=32, num_layers=2, num_heads=4, tied=tied)
     grad = jax.jit(jax.value_and_grad(gpt.model(config).loss_fn))
-    params, batch = host_params(gpt.init, config), {"tokens": tokens(8, 17)}
+    params = host_params(gpt.init, config)
+    batch = {"tokens": tokens(8, 17)}
     expected = grad(params, batch)
 
     mesh = so.make_mesh(data=data, tensor=tensor)
@@ -159,7 +164,8 @@ def test_compute_dtype_is_the_parameters_unless_chosen():
 
 def test_double_precision_holds_throughout(x64):
     config = gpt.config(dim=32, num_layers=2, num_heads=4, param_dtype=jnp.float64)
-    params, batch = host_params(gpt.init, config), {"tokens": tokens(2, 9)}
+    params = host_params(gpt.init, config)
+    batch = {"tokens": tokens(2, 9)}
     assert "f32" not in str(jax.make_jaxpr(gpt.model(config).loss_fn)(params, batch))
     single = loss_of(config, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params), batch)
     double = loss_of(config, params, batch)
@@ -168,7 +174,8 @@ def test_double_precision_holds_throughout(x64):
 
 
 def test_small_unsigned_tokens_are_read_as_they_are():
-    params, batch = host_params(gpt.init, SMALL), tokens(4, 17)
+    params = host_params(gpt.init, SMALL)
+    batch = tokens(4, 17)
     assert batch.max() > 127
     wide, narrow = (
         loss_of(SMALL, params, {"tokens": batch.astype(kind)}) for kind in (np.int32, np.uint8)

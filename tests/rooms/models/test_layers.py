@@ -30,7 +30,8 @@ def rotate(x, positions):
 
 @pytest.mark.parametrize("shift", [0, 1, 7, 100])
 def test_rotated_products_depend_on_the_distance_only(shift):
-    query, key = draw(0, 1, 5, 2, 8), draw(1, 1, 5, 2, 8)
+    query = draw(0, 1, 5, 2, 8)
+    key = draw(1, 1, 5, 2, 8)
     same = np.broadcast_to(query[:, :1], query.shape), np.broadcast_to(key[:, :1], key.shape)
 
     def products(offset):
@@ -38,7 +39,8 @@ def test_rotated_products_depend_on_the_distance_only(shift):
         rotated = [np.asarray(rotate(x, positions)) for x in same]
         return np.einsum("bthk,bshk->bhts", *rotated)
 
-    plain_products, shifted_products = products(0), products(shift)
+    plain_products = products(0)
+    shifted_products = products(shift)
     np.testing.assert_allclose(plain_products, shifted_products, atol=1e-4)
     # a Toeplitz matrix
     np.testing.assert_allclose(
@@ -49,7 +51,8 @@ def test_rotated_products_depend_on_the_distance_only(shift):
 
 def test_rotation_is_the_papers():
     x = draw(0, 1, 3, 1, 4)
-    t, frequencies = 2, 10_000.0 ** (-np.array([0.0, 2.0]) / 4)
+    t = 2
+    frequencies = 10_000.0 ** (-np.array([0.0, 2.0]) / 4)
     pairs = np.asarray(x[0, t, 0, :2]) + 1j * np.asarray(x[0, t, 0, 2:])
     turned = pairs * np.exp(1j * t * frequencies)
     rotated = rotate(x, np.arange(3))[0, t, 0]
@@ -58,7 +61,8 @@ def test_rotation_is_the_papers():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_rotation_on_tpu_swaps_halves_by_a_product_and_is_the_same(dtype, monkeypatch):
-    x, positions = draw(0, 2, 5, 3, 8).astype(dtype), np.arange(10).reshape(2, 5)
+    x = draw(0, 2, 5, 3, 8).astype(dtype)
+    positions = np.arange(10).reshape(2, 5)
 
     def rotated_and_back():
         # a function of its own each time, because the kind of device is read while it is traced
@@ -80,10 +84,8 @@ def test_rotation_on_tpu_swaps_halves_by_a_product_and_is_the_same(dtype, monkey
 @pytest.mark.slow
 def test_a_step_whose_rotation_is_a_product_is_the_same(monkeypatch):
     config = gpt.config(vocab_size=16, dim=16, num_layers=2, num_heads=2)
-    params, batch = (
-        gpt.init(config, jax.random.key(0)),
-        {"tokens": jnp.arange(36).reshape(4, 9) % 16},
-    )
+    params = gpt.init(config, jax.random.key(0))
+    batch = {"tokens": jnp.arange(36).reshape(4, 9) % 16}
     norms = []
     for kind in ("cpu", "TPU v5"):
         monkeypatch.setattr(_rotary, "device_kind_or_default", lambda kind=kind: kind)
@@ -106,7 +108,8 @@ def test_rms_norm_has_unit_mean_square_whatever_the_scale_of_its_input():
 def test_swiglu_gates_with_the_first_of_the_two():
     weights = {"up": draw(0, 4, 2, 6), "down": draw(1, 6, 4)}
     x = draw(2, 1, 3, 4)
-    gate, up = x @ weights["up"][:, 0], x @ weights["up"][:, 1]
+    gate = x @ weights["up"][:, 0]
+    up = x @ weights["up"][:, 1]
     output = jax.jit(mlp, static_argnums=2)(x, weights, jax.nn.silu)
     np.testing.assert_allclose(
         output, (gate / (1 + np.exp(-gate)) * up) @ weights["down"], rtol=1e-4, atol=1e-5
@@ -122,7 +125,8 @@ def test_low_precision_keeps_its_dtype_and_is_normalised_in_float32():
 
 
 def test_swiglu_keeps_gate_and_up_for_the_backward_pass_and_nothing_between():
-    weights, x = {"up": draw(0, 8, 2, 32), "down": draw(1, 32, 8)}, draw(2, 4, 5, 8)
+    weights = {"up": draw(0, 8, 2, 32), "down": draw(1, 32, 8)}
+    x = draw(2, 4, 5, 8)
     residuals = jax.vjp(lambda x: mlp(x, weights, jax.nn.silu), x)[1]
     of_hidden = [leaf for leaf in jax.tree.leaves(residuals) if leaf.size == 4 * 5 * 32]
     assert len(of_hidden) == 2
@@ -146,7 +150,8 @@ def test_attention_is_that_of_jax_and_so_is_its_gradient(dtype, rtol):
             *(jax.tree.leaves(jax.jit(f(candidate))(*parts)) for candidate in (ours, theirs)),
             strict=True,
         ):
-            candidate, other = np.asarray(candidate, np.float32), np.asarray(other, np.float32)
+            candidate = np.asarray(candidate, np.float32)
+            other = np.asarray(other, np.float32)
             np.testing.assert_allclose(candidate, other, atol=rtol * np.abs(other).max())
 
     query, key, value = (draw(seed, 2, 7, 3, 8).astype(dtype) for seed in range(3))

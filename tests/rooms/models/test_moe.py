@@ -59,7 +59,8 @@ def params_of(config):
 
 def trained(opt, config, training_batches):
     """Return the metrics of each step and the parameters after the last."""
-    state, history = opt.init(params_of(config)), []
+    state = opt.init(params_of(config))
+    history = []
     for batch in training_batches:
         state, metrics = opt.step(state, batch)
         history.append({name: float(value) for name, value in metrics.items()})
@@ -224,11 +225,9 @@ PAIRS = [  # 8 experts, float32; each pair of mesh and special case comes once
     [pytest.param(*row, id=f"{row_id(row[:4])}-{row[4].__name__}") for row in PAIRS],
 )
 def test_trains_as_on_one_device_in_float32(name, sizes, changes, options, start, mesh_of):
-    config, params, training_batches = (
-        config_of(num_experts=8, param_dtype=jnp.float32, **changes),
-        [],
-        batches(),
-    )
+    config = config_of(num_experts=8, param_dtype=jnp.float32, **changes)
+    params = []
+    training_batches = batches()
     reference_opt = so.ddp(TX, so.make_mesh(devices=jax.devices()[:1]), moe.model(config), **LEAVES)
     for opt in (strategy(name, mesh_of(**sizes), config, **options), reference_opt):
         state = opt.init(start(params_of(config)))
@@ -242,10 +241,8 @@ def test_trains_as_on_one_device_in_float32(name, sizes, changes, options, start
 
 @pytest.mark.slow
 def test_a_weighted_loss_has_the_terms_for_balance_beside_it(mesh_of, x64):
-    config, training_batches = (
-        config_of(balance="sequence_loss", z_loss=1e-3),
-        batches(weights=True),
-    )
+    config = config_of(balance="sequence_loss", z_loss=1e-3)
+    training_batches = batches(weights=True)
     history, params = trained(
         strategy("fsdp", mesh_of(expert=2, data=2), config), config, training_batches
     )
@@ -270,14 +267,16 @@ def test_the_loss_for_balance_over_the_batch_is_refused_with_micro_batches(mesh_
 @pytest.mark.slow
 def test_biases_follow_the_loads_of_the_step_before(mesh_of, x64):
     """Devices share out rows and experts. Losses, gradients and loads equal one device."""
-    opt, states = strategy("ddp", mesh_of(expert=2, data=2), SMALL), []
+    opt = strategy("ddp", mesh_of(expert=2, data=2), SMALL)
+    states = []
 
     def mean_loss(params, batch):
         loss, aux = moe.model(SMALL).loss_fn(params, batch)
         return loss.total / loss.weight, aux
 
     of_one_device = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
-    state, params = opt.init(params_of(SMALL)), params_of(SMALL)
+    state = opt.init(params_of(SMALL))
+    params = params_of(SMALL)
     momentum = jax.tree.map(np.zeros_like, params)
     for batch in batches():
         state, metrics = opt.step(state, batch)
@@ -315,7 +314,8 @@ def test_loads_are_balanced_by_biases_and_by_the_loss():
         opt = so.ddp(
             optax.sgd(0.1), so.make_mesh(devices=jax.devices()[:1]), moe.model(config), **LEAVES
         )
-        state, imbalances = opt.init(params), []
+        state = opt.init(params)
+        imbalances = []
         for _ in range(40):
             state, metrics = opt.step(state, {"tokens": tokens})
             imbalances.append(float(metrics["load_imbalance"]))
@@ -362,22 +362,20 @@ def by_heads(weights, x, latent, base):
             axis=-1,
         )
 
-    w, out = {name: np.asarray(leaf) for name, leaf in weights.items()}, np.zeros(x.shape)
+    w = {name: np.asarray(leaf) for name, leaf in weights.items()}
+    out = np.zeros(x.shape)
     for row, y in zip(x, out, strict=True):
-        queries, narrow = (
-            norm(row @ w["q_down"], w["q_norm"]),
-            norm((row @ w["kv_down"])[:, : latent.key], w["kv_norm"]),
-        )
+        queries = norm(row @ w["q_down"], w["q_norm"])
+        narrow = norm((row @ w["kv_down"])[:, : latent.key], w["kv_norm"])
         shared = turned((row @ w["kv_down"])[:, latent.key :])
         for head in range(w["out"].shape[0]):
-            query, both = queries @ w["q"][:, head], narrow @ w["kv"][:, head]
+            query = queries @ w["q"][:, head]
+            both = narrow @ w["kv"][:, head]
             query = np.concatenate(
                 [query[:, : latent.nope], turned(query[:, latent.nope :])], axis=1
             )
-            key, value = (
-                np.concatenate([both[:, : latent.nope], shared], axis=1),
-                both[:, latent.nope :],
-            )
+            key = np.concatenate([both[:, : latent.nope], shared], axis=1)
+            value = both[:, latent.nope :]
             for t in range(len(row)):
                 weight = np.exp(key[: t + 1] @ query[t] / np.sqrt(latent.nope + latent.rope))
                 y[t] += (weight / weight.sum()) @ value[: t + 1] @ w["out"][head]
@@ -388,7 +386,8 @@ def by_heads(weights, x, latent, base):
 def test_latent_attention_is_that_of_each_head_by_itself(implementation, x64, monkeypatch):
     rng = np.random.default_rng(0)
     weights = {name: rng.normal(size=shape) for name, shape in LATENT.shapes(8, 3).items()}
-    x, order = rng.normal(size=(2, 7, 8)), None
+    x = rng.normal(size=(2, 7, 8))
+    order = None
     wanted = by_heads(weights, x, LATENT, 100.0)
     if implementation == "positions":
         order = jnp.arange(7)[None].repeat(2, 0)
@@ -427,7 +426,8 @@ def test_the_shape_of_deepseek_v3_is_that_of_the_planner():
 @pytest.mark.slow
 def test_samples_are_those_of_the_logits():
     config = config_of(param_dtype=jnp.float32)
-    params, prompt = params_of(config), np.array([[3, 1, 4]])
+    params = params_of(config)
+    prompt = np.array([[3, 1, 4]])
     tokens = sample(params, config, prompt, jax.random.key(0), num_tokens=4, temperature=0.0)
     logits = jax.jit(functools.partial(moe.logits_of, config))(params, tokens)
     assert tokens[:, :3].tolist() == prompt.tolist()

@@ -22,7 +22,10 @@ logits_of = jax.jit(decoder.logits_of, static_argnums=0)
 def test_a_changed_field_changes_the_logits_as_in_transformers_or_is_refused(name, tmp_path):
     pytest.importorskip("transformers").logging.set_verbosity_error()
     config = config_fields.full_config(oracle.read_case(name)[0])
-    reference, computed, problems, num_equal = config_fields.Theirs(tmp_path), {}, [], 0
+    reference = config_fields.Theirs(tmp_path)
+    computed = {}
+    problems = []
+    num_equal = 0
     for field, value in config_fields.changes_of(config):
         changed = {key: entry for key, entry in config.items() if key != field}
         changed |= {} if value is config_fields.ABSENT else {field: value}

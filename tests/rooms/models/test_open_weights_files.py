@@ -123,7 +123,8 @@ def test_a_read_takes_only_the_runs_of_its_part(tmp_path):
 def test_an_interrupted_save_looks_unfinished_and_can_be_repeated(tmp_path, monkeypatch):
     model = from_pretrained(folder_of(tmp_path, "qwen2"))
     params = model.load_params(progress=False)
-    write, writes = Part.write, []
+    write = Part.write
+    writes = []
 
     def failing(part, values):
         writes.append(part)

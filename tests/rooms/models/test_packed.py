@@ -23,7 +23,8 @@ from shardopt.models import gpt
 from shardopt.planning import Transformer
 from shardopt.trace._jaxprs import equations
 
-COUNTED, VOCABULARY = 12, 20
+COUNTED = 12
+VOCABULARY = 20
 """Token ids from COUNTED on are of documents without weight in the loss."""
 DRAW = np.random.default_rng(0)
 SIZES = [5, -3, -4, 3, 6, -2, -5, 2]
@@ -131,7 +132,8 @@ def test_packed_rows_in_natural_order_run_on_the_kernel_of_a_tpu(learned, mesh_o
         "tiny", 16, 2, 4, 24, VOCABULARY, 128, num_kv_heads=2, positions=learned, dtype=jnp.float32
     )
     config = gpt.config(vocab_size=VOCABULARY, dim=16, num_layers=2, num_heads=2)
-    model, init = transformer.model(shape), functools.partial(transformer.init, shape)
+    model = transformer.model(shape)
+    init = functools.partial(transformer.init, shape)
     models = (
         [(model, init)]
         if learned
@@ -171,7 +173,8 @@ WAYS = {
 @pytest.mark.parametrize("how", tiered(WAYS, lambda how: how == "context, pipeline, zigzag"))
 def test_no_gradient_crosses_in_micro_batches_stages_or_devices_of_a_row(how, mesh_of, x64):
     params, expected = one_by_one("gpt")
-    mesh, model = mesh_of(**WAYS[how]), MODELS["gpt"][0]
+    mesh = mesh_of(**WAYS[how])
+    model = MODELS["gpt"][0]
     make = so.hybrid if "pipeline" in how else so.fsdp
     opt = make(optax.sgd(1.0), mesh, model, micro_batches=2, min_shard_elements=8)
     batch = so.nn.zigzag(packed(), mesh) if "zigzag" in how else packed()
@@ -215,7 +218,8 @@ def test_rows_in_natural_order_know_their_positions_on_a_context_axis(name, mesh
 
 @pytest.mark.slow
 def test_marks_that_are_dropped_on_the_way_are_noticed(monkeypatch, mesh_of, x64):
-    attention, expected = so.nn.attention, one_by_one("gpt")[1]
+    attention = so.nn.attention
+    expected = one_by_one("gpt")[1]
     zigzagged = so.nn.zigzag(packed(), mesh_of(context=2))
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -263,7 +267,8 @@ def test_a_packed_run_learns_as_one_of_the_same_documents_a_row_each(mesh_of):
             state, _ = opt.step(state, batch)
         return [float(opt.evaluate(state, batch)["loss"]) for batch in alone[-10:]]
 
-    packed_losses, expected = losses(rows), losses(alone)
+    packed_losses = losses(rows)
+    expected = losses(alone)
     assert np.mean(expected) < 3
     np.testing.assert_allclose(np.mean(packed_losses), np.mean(expected), rtol=5e-3)
 
@@ -307,7 +312,8 @@ def test_inputs_and_targets_apart_say_the_same_as_one_more_token(name, x64):
     model, _ = MODELS[name]
     grad = jax.jit(jax.value_and_grad(lambda params, batch: mean_of(model.loss_fn(params, batch))))
     params, _ = one_by_one(name)
-    together, split_gradients = grad(params, batch), grad(params, data.next_token(batch))
+    together = grad(params, batch)
+    split_gradients = grad(params, data.next_token(batch))
     assert relative_difference(split_gradients, together) <= 1e-12
     for inputs in (batch, data.next_token(batch)):
         # blocks hand on one array

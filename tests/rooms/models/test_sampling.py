@@ -77,7 +77,9 @@ def test_cached_logits_are_those_of_the_whole_sequence(name, cuts, prompt):
         )
 
     params = jax.tree.map(larger, host_params(decoder.init, config))
-    caches, start, parts = empty_caches(config, params, 3, 16), 0, []
+    caches = empty_caches(config, params, 3, 16)
+    start = 0
+    parts = []
     for length in cuts:
         tokens = prompt[:, start : start + length]
         part, caches = jax.jit(advance, static_argnums=0)(

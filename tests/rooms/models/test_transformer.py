@@ -86,10 +86,8 @@ def test_halves_of_the_rows_take_turns_on_tpu(rows, view, monkeypatch, mesh_of, 
         "segment_ids": np.sort(rng.integers(0, 3, shape)),
     }
     packed |= {"positions": rng.integers(0, SMALL.length, shape)}
-    params, steps = (
-        host_params(transformer.init, SMALL),
-        [packed, {**packed, "weights": packed["weights"] ** 2}],
-    )
+    params = host_params(transformer.init, SMALL)
+    steps = [packed, {**packed, "weights": packed["weights"] ** 2}]
 
     def mean(params, batch):
         loss = model().loss_fn(params, batch)
@@ -169,7 +167,8 @@ def test_gate_and_up_are_the_same_product_on_tpu(monkeypatch, hidden, shape):
 def test_gradients_of_products_with_parts_have_the_dtypes_of_what_they_are_of(
     parts, shape, x_dtype, dtype
 ):
-    x, weight = jnp.ones((2, 3, 4), x_dtype), jnp.ones(shape, dtype)
+    x = jnp.ones((2, 3, 4), x_dtype)
+    weight = jnp.ones(shape, dtype)
 
     def loss(x, weight):
         return jnp.sum(products_with_parts(parts, x, weight)[0])
@@ -202,10 +201,8 @@ def windowed(*windows):
 
 
 def test_a_window_as_long_as_the_row_is_none_and_blocks_choose_no_kernel():
-    params, tokens = (
-        decoder.init(windowed(None, None), jax.random.key(0)),
-        jnp.arange(18).reshape(2, 9),
-    )
+    params = decoder.init(windowed(None, None), jax.random.key(0))
+    tokens = jnp.arange(18).reshape(2, 9)
     traced = {}
     for window in 7, 8, 20:
         loss_fn = decoder.model(windowed(window, None)).loss_fn
@@ -231,7 +228,8 @@ def mean_loss(config):
 def test_a_row_is_that_of_all_devices_of_the_context_axis(mesh_of, x64):
     """Each has four positions of eight, and a window of six hides keys."""
     config = dataclasses.replace(windowed(6, None), param_dtype=jnp.float64)
-    params, tx = decoder.init(config, jax.random.key(0)), optax.sgd(0.1, momentum=0.9)
+    params = decoder.init(config, jax.random.key(0))
+    tx = optax.sgd(0.1, momentum=0.9)
     tokens = np.random.default_rng(0).integers(0, 32, (2, 3, 9)).astype(np.int32)
     batches = [next_token({"tokens": rows}) for rows in tokens]
     opt = so.ddp(tx, mesh_of(context=2), decoder.model(config))

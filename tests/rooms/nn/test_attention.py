@@ -63,7 +63,8 @@ WAYS = {
     ),
 )
 def test_attention_equals_plain_softmax(way, implementation):
-    args, how = drawn(), WAYS[way]
+    args = drawn()
+    how = WAYS[way]
     output = jax.jit(functools.partial(so.nn.attention, **how, implementation=implementation))(
         *args
     )
@@ -176,7 +177,9 @@ def test_a_soft_cap_has_the_gradients_of_plain_softmax_in_tiles_too():
     The scores are well beyond the cap.
     """
     query, key, value = drawn(length=40)
-    query, cap, scale = 8 * query, 1.5, 0.3
+    query = 8 * query
+    cap = 1.5
+    scale = 0.3
 
     def plain(query, key, value):
         key, value = (jnp.repeat(x, H // G, axis=2) for x in (key, value))

@@ -92,7 +92,8 @@ def test_attention_in_the_global_view_equals_one_device(method, x64):
     """Everything is left to the partitioner: the layer makes its own region over rows, positions
     and heads.
     """
-    mesh, batch = mesh_of(data=2, context=2, tensor=2), drawn(rows=4)
+    mesh = mesh_of(data=2, context=2, tensor=2)
+    batch = drawn(rows=4)
     run = jax.jit(so.mesh.on_mesh(mesh, functools.partial(results, method=method)))
     outputs = run(jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data"))))
     for a, b in zip(outputs, on_one_device(batch, True, None), strict=True):
@@ -107,7 +108,8 @@ def test_attention_in_a_branch_that_one_stage_takes_ends(method, x64):
     """A pipeline runs blocks in a `cond` on the stage: a collective that waits for all devices
     would never return.
     """
-    mesh, batch = mesh_of(pipeline=2, context=4), drawn()
+    mesh = mesh_of(pipeline=2, context=4)
+    batch = drawn()
     spec = PartitionSpec("data", "context")
 
     def one_stage(batch):
@@ -201,7 +203,9 @@ SINK_ROWS = [
 def test_sinks_a_soft_cap_and_a_factor_are_those_of_a_longer_softmax(sizes, how, view):
     if view == "per device" and "tensor" in sizes:
         sizes = {"context": 4}  # two groups of two here, since G is 2 then
-    splash, mesh, cap = "implementation" in how, mesh_of(**sizes), 1.5
+    splash = "implementation" in how
+    mesh = mesh_of(**sizes)
+    cap = 1.5
     shape = {"length": 256, "heads": 4, "groups": 2} if splash else {}
     batch = drawn(**shape, dtype=np.float32 if splash else np.float64)
     heads, groups = (batch[name].shape[2] for name in ("query", "key"))
@@ -217,7 +221,8 @@ def test_sinks_a_soft_cap_and_a_factor_are_those_of_a_longer_softmax(sizes, how,
             *qkv_sinks[:3], sinks=qkv_sinks[3], softcap=cap, scale=SCALE, **how
         )
     )
-    spec, replicated_spec = PartitionSpec("data", "context"), PartitionSpec()
+    spec = PartitionSpec("data", "context")
+    replicated_spec = PartitionSpec()
     specs = spec, spec, spec, replicated_spec
     if view == "per device":
         local = run
@@ -325,7 +330,8 @@ REPEAT = "repeat the heads of keys and values, or take"
     ],
 )
 def test_bad_input_is_refused(groups, how, error, message, x64):
-    mesh, batch = mesh_of(context=4), drawn(groups=groups)
+    mesh = mesh_of(context=4)
+    batch = drawn(groups=groups)
 
     def f(q, k, v):
         return so.nn.attention(q, k, v, **how)
@@ -340,7 +346,8 @@ def test_bad_input_is_refused(groups, how, error, message, x64):
 
 
 def test_a_row_that_context_does_not_divide_is_refused_in_the_global_view():
-    mesh, batch = mesh_of(context=4), drawn(length=6, dtype=np.float32)
+    mesh = mesh_of(context=4)
+    batch = drawn(length=6, dtype=np.float32)
     with pytest.raises(
         ValueError, match=r"6 positions cannot be sharded over mesh axis 'context' \(size 4\)"
     ):
@@ -349,7 +356,8 @@ def test_a_row_that_context_does_not_divide_is_refused_in_the_global_view():
 
 def test_positions_in_another_order_attend_as_in_their_own():
     """What stands in another order attends as it would in its own."""
-    batch, take = drawn(dtype=np.float32), np.random.default_rng(1).permutation(32)
+    batch = drawn(dtype=np.float32)
+    take = np.random.default_rng(1).permutation(32)
     moved = jax.tree.map(lambda x: x[:, take], batch) | {"order": take[None].repeat(2, axis=0)}
     outputs = jax.jit(functools.partial(results, window=9))(moved)
     for a, b in zip(outputs, on_one_device(batch, True, 9), strict=True):
@@ -357,7 +365,8 @@ def test_positions_in_another_order_attend_as_in_their_own():
 
 
 def test_the_check_of_losses_sees_plain_attention_under_one_name():
-    mesh, batch = mesh_of(context=4), drawn(dtype=np.float32)
+    mesh = mesh_of(context=4)
+    batch = drawn(dtype=np.float32)
 
     def loss(batch):
         at = so.nn.positions(batch["query"].shape[1])

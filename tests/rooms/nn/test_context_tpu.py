@@ -46,11 +46,14 @@ def between_start_and_done(text):
     assert "is_scheduled=true" in text[:2000]
     permutes = []
     for body in re.split(r"\n}\n", text):
-        at, lines = {}, body.splitlines()
+        at = {}
+        lines = body.splitlines()
         for i, line in enumerate(lines):
-            if start := re.match(r"\s*%([\w.-]+) = .* collective-permute-start\(", line):
+            start = re.match(r"\s*%([\w.-]+) = .* collective-permute-start\(", line)
+            if start:
                 at[start[1]] = i
-            if done := re.search(r" collective-permute-done\(%?([\w.-]+)", line):
+            done = re.search(r" collective-permute-done\(%?([\w.-]+)", line)
+            if done:
                 inner = lines[at[done[1]] + 1 : i]
                 heavy = sum(
                     bool(re.search(r" (while|custom-call|conditional)\(", inner_line))

@@ -16,7 +16,10 @@ from support.tiers import tiered
 import shardopt as so
 from shardopt.remat._split_backward import split_backward
 
-B, T, H, K = 2, 32, 8, 4
+B = 2
+T = 32
+H = 8
+K = 4
 
 
 def formula(method, C, G, hops=None, dtype=4):
@@ -140,10 +143,8 @@ def test_the_backward_pass_can_be_split(x64):
             )
         ]
 
-    split_gradients, wanted = (
-        jax.jit(on_context(split))(weights, x),
-        jax.jit(on_context(passes_at_once))(weights, x),
-    )
+    split_gradients = jax.jit(on_context(split))(weights, x)
+    wanted = jax.jit(on_context(passes_at_once))(weights, x)
     for a, b in zip(jax.tree.leaves(split_gradients), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-10)
     assert max(sizes) <= B * T // 4 * H * K
@@ -163,10 +164,8 @@ def test_a_ring_that_is_kept_by_name_does_not_run_again():
         return str(jax.make_jaxpr(jax.jit(on_context(f)))(weights, x)).count("ppermute[")
 
     policies = jax.checkpoint_policies
-    named, without = (
-        permutes(policies.save_only_these_names("attention")),
-        permutes(policies.everything_saveable),
-    )
+    named = permutes(policies.save_only_these_names("attention"))
+    without = permutes(policies.everything_saveable)
     assert named == without > 0
     assert (
         permutes(policies.nothing_saveable) == without + 4
@@ -176,7 +175,8 @@ def test_a_ring_that_is_kept_by_name_does_not_run_again():
 @pytest.mark.slow
 def test_rings_of_replicas_that_train_apart_stay_within_a_replica(x64):
     """`local_sgd` maps a step over replicas: every ring stays in its own."""
-    mesh, batch = mesh_of(data=2, context=4), drawn(rows=2)
+    mesh = mesh_of(data=2, context=4)
+    batch = drawn(rows=2)
     replica_results = functools.partial(results, method="ring")
     spec = PartitionSpec(None, "context")
     step = jax.shard_map(

@@ -10,12 +10,13 @@ from support.tiers import tiered
 
 import shardopt as so
 
-B, T, D, V = 2, 24, 8, 512
+B = 2
+T = 24
+D = 8
+V = 512
 DRAW = np.random.default_rng(0)
-X, HEAD = (
-    DRAW.normal(size=(B, T, D)).astype(np.float32),
-    DRAW.normal(size=(V, D)).astype(np.float32),
-)
+X = DRAW.normal(size=(B, T, D)).astype(np.float32)
+HEAD = DRAW.normal(size=(V, D)).astype(np.float32)
 TARGETS = DRAW.integers(0, V, (B, T))
 WEIGHTS = np.linspace(0, 1, B * T).reshape(B, T).astype(np.float32)
 

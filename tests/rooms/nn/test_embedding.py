@@ -16,7 +16,10 @@ from shardopt.hlo import Expected, audit
 from shardopt.nn import _embedding
 from shardopt.nn._embedding import exchange_bytes
 
-VOCAB, DIM, ROWS, LENGTH = 256, 16, 16, 3
+VOCAB = 256
+DIM = 16
+ROWS = 16
+LENGTH = 3
 TX = optax.sgd(0.1, momentum=0.9)
 
 
@@ -43,7 +46,8 @@ def params_of(dtype=np.float64):
 
 
 def batches_of(steps=4, rows=ROWS, dtype=np.float64):
-    rng, scale = np.random.default_rng(1), np.linspace(0.2, 2.0, rows)[:, None, None]
+    rng = np.random.default_rng(1)
+    scale = np.linspace(0.2, 2.0, rows)[:, None, None]
     # few ids, so that devices add to the same rows of the table
     return [
         {
@@ -73,7 +77,8 @@ EXACT = [
 
 @pytest.mark.parametrize(("sizes", "options"), tiered(EXACT, lambda row: row in EXACT[2:4]))
 def test_steps_are_those_of_one_device(sizes, options, mesh_of, x64):
-    params, batches = params_of(), batches_of()
+    params = params_of()
+    batches = batches_of()
     opt = fsdp(mesh_of(**sizes), **options)
     state = opt.init(params)
     for batch in batches:
@@ -103,10 +108,12 @@ def test_steps_are_those_of_one_device(sizes, options, mesh_of, x64):
     ),
 )
 def test_rows_travel_where_they_are_fewer_bytes(options, mesh_of):
-    n, itemsize = 4, 2 if options else 4
+    n = 4
+    itemsize = 2 if options else 4
     rows = jnp.bfloat16 if options else jnp.float32
     opt = fsdp(mesh_of(data=n), **options)
-    few, many = ROWS, 512
+    few = ROWS
+    many = 512
     audits = {}
     for count in (few, many):
         batch = batches_of(1, count)[0]
@@ -164,7 +171,8 @@ def test_a_model_that_is_evaluated_may_take_the_table_whole(mesh_of):
     plain = MODEL._replace(
         embed=lambda o, b: o["table"][b["ids"]] + o["shift"][None, None, :], tables=()
     )
-    params, batch = params_of(np.float32), batches_of(1, dtype=np.float32)[0]
+    params = params_of(np.float32)
+    batch = batches_of(1, dtype=np.float32)[0]
     opt = fsdp(mesh_of(data=2), evaluate_fn=plain)
     np.testing.assert_allclose(
         opt.evaluate(opt.init(params), batch)["loss"], plain.loss_fn(params, batch), rtol=1e-5
@@ -210,7 +218,8 @@ def with_atomics(request, monkeypatch):
 
 
 def test_gradients_of_a_frequent_row_are_added_in_float32(with_atomics):
-    table, ids = jnp.zeros((4, 8), jnp.bfloat16), jnp.array([2] * 4096 + [0] * 3)
+    table = jnp.zeros((4, 8), jnp.bfloat16)
+    ids = jnp.array([2] * 4096 + [0] * 3)
     (grad,) = jax.vjp(lambda table: so.nn.embedding(table, ids), table)[1](
         jnp.ones((4099, 8), jnp.bfloat16)
     )
@@ -272,7 +281,8 @@ def test_gradients_go_to_the_rows_that_were_read(with_atomics, ids):
 
 
 def test_gradients_of_rows_that_were_not_read_are_dropped_if_they_are_nan(with_atomics):
-    table, ids = jnp.ones((5, 2), jnp.bfloat16), jnp.array([0, 1, -100])
+    table = jnp.ones((5, 2), jnp.bfloat16)
+    ids = jnp.array([0, 1, -100])
 
     def loss(table):
         return jnp.sum(jnp.where((ids >= 0)[:, None], so.nn.embedding(table, ids) ** 2, 0))
@@ -281,7 +291,8 @@ def test_gradients_of_rows_that_were_not_read_are_dropped_if_they_are_nan(with_a
 
 
 def test_tangents_are_rows_of_the_tangent(with_atomics):
-    table, ids = jnp.ones((3, 2), jnp.bfloat16), jnp.array([2, 0, 2, -4])
+    table = jnp.ones((3, 2), jnp.bfloat16)
+    ids = jnp.array([2, 0, 2, -4])
     tangent = jnp.arange(6, dtype=jnp.bfloat16).reshape(3, 2)
     _, row_tangents = jax.jvp(lambda table: so.nn.embedding(table, ids), (table,), (tangent,))
     np.testing.assert_array_equal(row_tangents.astype(float), [[4, 5], [0, 1], [4, 5], [0, 0]])
@@ -298,7 +309,8 @@ def test_gradients_are_summed_over_devices_where_jax_tracks_what_varies(with_ato
 
 @pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 2, "tensor": 2}], ids=str)
 def test_steps_in_tiles_are_those_of_one_device(sizes, mesh_of, x64, monkeypatch):
-    params, batches = params_of(), batches_of()
+    params = params_of()
+    batches = batches_of()
     _, expected = train(TX, MODEL.loss_fn, params, batches)
     monkeypatch.setattr(_embedding, "_adds_by_atomics", lambda: True)
     opt = so.fsdp(TX, mesh_of(**sizes), MODEL, rules=RULES if "tensor" in sizes else ())

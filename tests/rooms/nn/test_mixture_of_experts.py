@@ -37,7 +37,8 @@ def without(how, *names):
 
 @pytest.mark.parametrize("name", tiered(WAYS, lambda name: name == "sigmoid"))
 def test_equals_tokens_one_by_one(name, x64):
-    how, args = WAYS[name], drawn(gated=name != "one", shared=name in ("sigmoid", "all"))
+    how = WAYS[name]
+    args = drawn(gated=name != "one", shared=name in ("sigmoid", "all"))
     outcome = one_device(args, **how)
     assert difference(outcome, on_one_device(args, **without(how, "chunk"))) <= 1e-10
 
@@ -68,7 +69,8 @@ def test_ties_take_the_first_experts_and_others_get_no_gradient(x64):
     ids=lambda value: str(value),
 )
 def test_equals_one_device_over_an_expert_axis(name, sizes, travels, x64):
-    how, args = WAYS[name], drawn(shared=name == "sigmoid")
+    how = WAYS[name]
+    args = drawn(shared=name == "sigmoid")
     if sizes.get("expert") == 4:
         args["router"][:, 5] = -100  # nobody goes to expert 5
     outcome = program(expert_mesh(**sizes), args, travels=travels, **how)(args)
@@ -78,7 +80,8 @@ def test_equals_one_device_over_an_expert_axis(name, sizes, travels, x64):
 
 @pytest.mark.slow  # losses/test_global_view.py
 def test_whole_arrays_under_the_partitioner_give_the_same(x64):
-    mesh, args = expert_mesh(data=2, expert=2, tensor=2), drawn()
+    mesh = expert_mesh(data=2, expert=2, tensor=2)
+    args = drawn()
     with jax.set_mesh(mesh):
         outcome = one_device(args, top_k=2, chunk=7)
     assert difference(outcome, on_one_device(args, top_k=2)) <= 1e-10

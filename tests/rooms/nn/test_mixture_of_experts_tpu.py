@@ -17,7 +17,11 @@ from shardopt.planning import topology_devices
 
 pytestmark = pytest.mark.slow
 
-LENGTH, WIDTH, HIDDEN, EXPERTS, TOP_K = 2048, 512, 1024, 8, 2
+LENGTH = 2048
+WIDTH = 512
+HIDDEN = 1024
+EXPERTS = 8
+TOP_K = 2
 ROWS = LENGTH * TOP_K
 
 
@@ -27,10 +31,8 @@ def compiled(topology, expert, **how):
     data = len(devices) // expert
     grid = so.make_mesh(data=data, tensor=expert, devices=devices).devices.reshape(data, expert)
     mesh = Mesh(grid, ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
-    every, of_expert = (
-        PartitionSpec(("data", "expert")),
-        PartitionSpec("expert" if expert > 1 else None),
-    )
+    every = PartitionSpec(("data", "expert"))
+    of_expert = PartitionSpec("expert" if expert > 1 else None)
 
     def loss(weights, x, router):
         y, _ = so.nn.mixture_of_experts(weights, x, router, top_k=TOP_K, **how)

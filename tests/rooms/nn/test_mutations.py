@@ -23,7 +23,8 @@ def masked_one_hop_off(patch):
 
 
 def stale_keys_in_the_backward_pass(patch):
-    first, right = [], flash.gradients
+    first = []
+    right = flash.gradients
 
     def gradients(queries, keys, rule):
         first.append((keys.key, keys.value))

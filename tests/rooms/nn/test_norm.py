@@ -195,7 +195,8 @@ def test_steps_with_the_kernel_are_those_of_one_device_without_it(monkeypatch, m
     batches = [
         {name: rng.integers(0, 32, (4, 128)) for name in ("tokens", "targets")} for _ in range(2)
     ]
-    params, tx = host_params(transformer.init, shape), optax.sgd(0.5, momentum=0.9)
+    params = host_params(transformer.init, shape)
+    tx = optax.sgd(0.5, momentum=0.9)
     model = transformer.model(shape, remat="full")
 
     def mean_loss(params, batch):

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.fast
 
 
 def test_each_device_counts_from_its_first_position():
-    mesh, spec = mesh_of(data=2, context=4), PartitionSpec("context")
+    mesh = mesh_of(data=2, context=4)
+    spec = PartitionSpec("context")
     inside = jax.shard_map(
         lambda: so.nn.positions(3), mesh=mesh, in_specs=(), out_specs=spec, check_vma=False
     )

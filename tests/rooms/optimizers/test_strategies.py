@@ -60,7 +60,8 @@ def test_owners_work_on_whole_matrices_for_few_bytes(optimizer, strategy, mesh_o
     config = gpt.config(vocab_size=32, dim=16, num_layers=8, num_heads=2, max_length=16)
     params = jax.tree.map(lambda x: 2 * x.astype(float), host_params(gpt.init, config))
     batches = [{"tokens": np.random.default_rng(i).integers(0, 32, (16, 9))} for i in range(4)]
-    tx, model = OPTIMIZERS[optimizer](gpt.matrices), gpt.model(config)
+    tx = OPTIMIZERS[optimizer](gpt.matrices)
+    model = gpt.model(config)
     opt = STRATEGIES[strategy](tx, mesh_of(data=8), model, opt_state="matrices")
     state = opt.init(params)
     adam = STRATEGIES[strategy](optax.adam(1e-2), mesh_of(data=8), model)
@@ -119,5 +120,6 @@ def test_whole_matrices_need_no_collective(name, leaf):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("topology", ["v5e:2x4", "v5p:2x2x2"])
 def test_nor_do_they_on_tpu(name, topology):
-    shape, matrix = (8, 256, 3, 4, 64), FUSED[1]
+    shape = (8, 256, 3, 4, 64)
+    matrix = FUSED[1]
     assert collectives_of_update(name, topology_devices(topology), shape, matrix) == ()

@@ -13,7 +13,8 @@ from support.tiers import tiered
 import shardopt as so
 from shardopt.parameter_server import Log, rules
 
-WORKERS, STEPS = 2, 3
+WORKERS = 2
+STEPS = 3
 
 
 def islands(loss_fn, tx=None, *, make=so.fsdp, size=2, count=WORKERS, **options):
@@ -66,7 +67,8 @@ def test_runs_with_deaths_and_late_joiners_are_replayed(
     opt = so.parameter_server.async_local_sgd(
         strategies, outer=optax.sgd(0.5), local_steps=steps, max_staleness=max_staleness, rule=rule
     )
-    path, availability = tmp_path / "log.jsonl", {1: [(1, 4), (6, float("inf"))]}
+    path = tmp_path / "log.jsonl"
+    availability = {1: [(1, 4), (6, float("inf"))]}
     result = opt.run(
         regression.params, data, num_updates=10, availability=availability, log_path=path
     )

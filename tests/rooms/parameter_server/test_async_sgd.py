@@ -15,7 +15,8 @@ WORKERS = 4
 
 def ddp(tx, loss_fn, params, batches, data, rng=None):
     opt = so.ddp(tx, so.make_mesh(data=data, devices=jax.devices()[:data]), loss_fn)
-    state, losses = opt.init(params, rng), []
+    state = opt.init(params, rng)
+    losses = []
     for batch in batches:
         state, metrics = opt.step(state, batch)
         losses.append(jax.device_get(metrics))
@@ -83,7 +84,8 @@ def test_a_loss_with_rng_draws_what_ddp_draws(x64):
 
     draw = np.random.default_rng(0)
     batches = [{"x": draw.normal(size=(8, 3))} for _ in range(4)]
-    params, key = {"w": jnp.ones(3)}, jax.random.key(7)
+    params = {"w": jnp.ones(3)}
+    key = jax.random.key(7)
     expected, metrics = ddp(optax.sgd(0.1), loss_fn, params, batches, 2, key)
     opt = so.async_sgd(optax.sgd(0.1), loss_fn, workers=jax.devices()[:1] * 2)
 
@@ -107,7 +109,8 @@ def test_unequal_batches_are_one_union_batch(x64):
     def loss_fn(params, batch):
         return jnp.mean((batch @ params["w"] - 1.0) ** 2)
 
-    params, tx = {"w": jnp.zeros(3)}, optax.sgd(0.1, momentum=0.9)
+    params = {"w": jnp.zeros(3)}
+    tx = optax.sgd(0.1, momentum=0.9)
     shares = [rows[:2], rows[2:]]
     result = so.async_sgd(tx, loss_fn, workers=2).run(
         params, lambda worker: [shares[worker]] * 5, num_updates=5

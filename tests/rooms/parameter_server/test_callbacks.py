@@ -41,7 +41,8 @@ def optimizer(regression, max_staleness, rule=None, workers=3):
 
 @pytest.mark.parametrize("max_staleness", tiered([0, 2], lambda bound: bound == 0))
 def test_a_run_that_breaks_off_goes_on(max_staleness, regression, tmp_path):
-    batches_of, total = regression.batches_of(3), 30 if max_staleness else 10
+    batches_of = regression.batches_of(3)
+    total = 30 if max_staleness else 10
     opt = optimizer(
         regression, max_staleness, rules.delayed_nesterov(every=3) if max_staleness else None
     )
@@ -74,7 +75,8 @@ def test_a_run_that_breaks_off_goes_on(max_staleness, regression, tmp_path):
 @pytest.mark.slow  # shows that test_a_run_that_breaks_off_goes_on can fail
 def test_data_from_its_beginning_would_be_noticed(regression, tmp_path, monkeypatch):
     """The comparison above can fail: a resumed run that reads its data again ends elsewhere."""
-    batches_of, opt = regression.batches_of(3), optimizer(regression, 0)
+    batches_of = regression.batches_of(3)
+    opt = optimizer(regression, 0)
     unbroken_run = opt.run(regression.params, batches_of, num_updates=10)
     begin = compute.Streams.begin
     monkeypatch.setattr(
@@ -115,7 +117,8 @@ def test_a_finished_run_is_made_longer_by_other_workers(regression, tmp_path):
 
 
 def test_a_run_that_is_complete_is_not_touched(regression, tmp_path):
-    opt, seen = optimizer(regression, 1), []
+    opt = optimizer(regression, 1)
+    seen = []
     with so.Checkpoints(tmp_path, every=5, keep=None) as checkpoints:
         first = opt.run(
             regression.params, regression.batches_of(3), num_updates=5, checkpoints=checkpoints
@@ -233,7 +236,8 @@ def test_early_stopping_watches_the_evaluation(max_staleness, regression):
 
 
 def test_a_resumed_run_keeps_its_patience(regression, tmp_path):
-    rule, opt = so.training.EarlyStopping("score", patience=3, mode="max"), optimizer(regression, 0)
+    rule = so.training.EarlyStopping("score", patience=3, mode="max")
+    opt = optimizer(regression, 0)
     arguments = {
         "early_stopping": rule,
         "evaluate": lambda params: {"score": 1.0},

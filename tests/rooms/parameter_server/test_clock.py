@@ -41,7 +41,8 @@ def check(clock):
 )
 def test_the_bound_holds_whatever_workers_do(max_staleness, choices):
     server = timing_server(max_staleness)
-    state, computing = server.init(None), {}
+    state = server.init(None)
+    computing = {}
     for worker, action in choices:
         before = state
         if worker not in state.clock.steps:

@@ -30,7 +30,8 @@ def start():
 
 
 def batches_of(worker):
-    draw, truth = np.random.default_rng([1, worker]), np.random.default_rng(2).normal(size=12)
+    draw = np.random.default_rng([1, worker])
+    truth = np.random.default_rng(2).normal(size=12)
     for _ in range(500):
         x = draw.normal(size=(16, 12))
         yield {"x": x.astype(np.float32), "y": (x @ truth).astype(np.float32)}
@@ -91,7 +92,8 @@ def test_what_is_remembered_is_sent_later():
     """One entry of four travels. It is always the largest one, unless the reducer remembers unsent
     values.
     """
-    few, slope = R.top_k(density=0.25), np.array([4.0, 3.0, 2.0, 1.0], np.float32)
+    few = R.top_k(density=0.25)
+    slope = np.array([4.0, 3.0, 2.0, 1.0], np.float32)
 
     def fall(reducer):
         opt = so.async_sgd(
@@ -236,7 +238,8 @@ def test_the_simulator_sends_messages_of_that_size():
     simulation = so.parameter_server.simulate(
         [worker], max_staleness=1, num_updates=3, reducer=INT8, **options
     )
-    pull, push = 4 * (96 + 8), R.compressor(INT8).nbytes(start())
+    pull = 4 * (96 + 8)
+    push = R.compressor(INT8).nbytes(start())
     assert simulation.metrics["seconds"] == pytest.approx(
         3 * (1.0 + 2 * 0.25 + (pull + push) / 16.0)
     )

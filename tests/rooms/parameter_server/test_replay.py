@@ -172,7 +172,9 @@ def test_numbers_of_numpy_in_a_rule_survive_the_file(simulate_really, regression
 
 def test_what_is_not_the_run_is_noticed(simulate_really, regression, message_of):
     result = simulate_really(optax.sgd(0.05), max_staleness=1)
-    log, params, batches_of = result.log, regression.params, regression.batches_of(3)
+    log = result.log
+    params = regression.params
+    batches_of = regression.batches_of(3)
 
     def message(log, params, batches_of, tx=None):
         opt = opt_of(regression, tx or optax.sgd(0.05))

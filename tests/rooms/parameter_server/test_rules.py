@@ -11,7 +11,8 @@ from shardopt.parameter_server import make_server, make_update, rules
 pytestmark = pytest.mark.fast
 
 LR = 0.1
-EVERY, BETA = 3, 0.8
+EVERY = 3
+BETA = 0.8
 
 
 def plain(w, g, old, tau, memory):
@@ -63,8 +64,11 @@ def test_each_rule_follows_its_formula(name, x64):
     draw = np.random.default_rng(5)
     server = make_server(optax.sgd(LR), max_staleness=None, rule=rule)
     start = draw.normal(size=4)
-    state, w, memory = server.init({"w": jnp.asarray(start)}), start, {}
-    pulled, delays = {}, set()
+    state = server.init({"w": jnp.asarray(start)})
+    w = start
+    memory = {}
+    pulled = {}
+    delays = set()
     for worker in range(3):
         state, _ = server.join(state, worker)
     for _ in range(60):
@@ -106,10 +110,14 @@ def test_a_rule_changes_nothing_where_nobody_is_late(name, x64):
 def test_delayed_nesterov_over_whole_rounds_is_nesterov_on_the_mean(x64):
     """N pushes of the same gradient move as far as one step of optax's Nesterov momentum on it."""
     draw = np.random.default_rng(0)
-    tx, nesterov = optax.sgd(LR), optax.sgd(LR, momentum=BETA, nesterov=True)
+    tx = optax.sgd(LR)
+    nesterov = optax.sgd(LR, momentum=BETA, nesterov=True)
     rule = rules.delayed_nesterov(EVERY, BETA)
     w = params = {"w": jnp.asarray(draw.normal(size=3))}
-    expected, state, opt_state, memory = w, tx.init(w), nesterov.init(w), rule.init(w)
+    expected = w
+    state = tx.init(w)
+    opt_state = nesterov.init(w)
+    memory = rule.init(w)
     for _ in range(5):
         g = {"w": jnp.asarray(draw.normal(size=3))}
         for _ in range(EVERY):

@@ -327,10 +327,16 @@ def test_islands_that_come_and_go_finish_the_expected_rounds(count):
 
     A push is as late as there are rounds on the way.
     """
-    draw, mean_stay, away, horizon, skipped = np.random.default_rng(0), 60.0, 20.0, 1500.0, 100.0
-    rounds, workers = draw.uniform(5.0, 25.0, count), []
+    draw = np.random.default_rng(0)
+    mean_stay = 60.0
+    away = 20.0
+    horizon = 1500.0
+    skipped = 100.0
+    rounds = draw.uniform(5.0, 25.0, count)
+    workers = []
     for seconds in rounds:
-        now, periods = draw.exponential(away) * (draw.random() < away / (mean_stay + away)), []
+        now = draw.exponential(away) * (draw.random() < away / (mean_stay + away))
+        periods = []
         while now < horizon:
             periods.append((now, now + draw.exponential(mean_stay)))
             now = periods[-1][1] + draw.exponential(away)

@@ -109,7 +109,8 @@ def test_workers_that_only_stall_make_10_000_pushes(max_staleness):
         if draws[worker].random() < 0.01:
             pause.wait(draws[worker].exponential(0.002))
 
-    draws, pause = [np.random.default_rng(worker) for worker in range(4)], threading.Event()
+    draws = [np.random.default_rng(worker) for worker in range(4)]
+    pause = threading.Event()
     running = AsyncRun(make_server(None, max_staleness=max_staleness), None, {}, time.perf_counter)
     updates = 10_000 if max_staleness else 10_000 // 4
     coordinator = Coordinator(
@@ -126,7 +127,8 @@ def test_workers_that_only_stall_make_10_000_pushes(max_staleness):
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 8])
 def test_the_bound_holds_for_10_000_pushes_with_random_stalls(max_staleness):
     def batches_of(worker):
-        draw, pause = np.random.default_rng(worker), threading.Event()
+        draw = np.random.default_rng(worker)
+        pause = threading.Event()
         for batch in ones(worker):
             if draw.random() < 0.01:
                 pause.wait(draw.exponential(0.005))
@@ -302,7 +304,8 @@ def test_a_run_goes_on_with_a_joiner_when_everyone_else_is_dead():
 
 
 def test_workers_compute_on_their_own_devices_in_the_precision_of_the_caller(x64, monkeypatch):
-    seen, moved = set(), compute.to_device
+    seen = set()
+    moved = compute.to_device
 
     def watch(update, device):
         gradient = update.grads["w"]

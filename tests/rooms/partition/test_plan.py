@@ -152,7 +152,8 @@ def test_optimizer_state_lives_as_its_parameter_does_and_else_where_it_fits(name
     }
     state = jax.eval_shape(STATEFUL[name].init, abstract)
     flat = jax.tree_util.tree_leaves_with_path(plans, is_leaf=lambda x: isinstance(x, LeafPlan))
-    axes, sizes = shard_axes(mesh.shape), dict(mesh.shape)
+    axes = shard_axes(mesh.shape)
+    sizes = dict(mesh.shape)
     specs = state_specs(state, flat, sharded=True, axes=axes, sizes=sizes, min_shard_elements=1)
     assert jax.tree.structure(specs, is_leaf=lambda x: isinstance(x, P)) == jax.tree.structure(
         state

@@ -104,7 +104,8 @@ def test_strategies_take_any_rules(count):
         "w": jax.ShapeDtypeStruct((8, 6), jnp.float32),
         "b": jax.ShapeDtypeStruct((3,), jnp.float32),
     }
-    mesh, tx = so.make_mesh(data=4, tensor=2), optax.adam(0.1)
+    mesh = so.make_mesh(data=4, tensor=2)
+    tx = optax.adam(0.1)
 
     def loss_fn(params, batch):
         return jnp.mean((batch @ params["w"]) ** 2) + params["b"].sum()

@@ -82,11 +82,9 @@ def test_the_program_waits_for_what_neighbours_began_and_not_for_what_they_do(p,
     ],
 )
 def test_the_program_comes_near_the_stages_own_pace(make, before, after, own_pace):
-    times, known, ahead_schedule = (
-        {"forward": 2, "backward": 3, "weight": 2},
-        make(4, 16),
-        schedules.send_ahead(make)(4, 16),
-    )
+    times = {"forward": 2, "backward": 3, "weight": 2}
+    known = make(4, 16)
+    ahead_schedule = schedules.send_ahead(make)(4, 16)
     assert [schedule.program_time(**times) for schedule in (known, ahead_schedule)] == [
         before,
         after,

@@ -42,7 +42,8 @@ def test_parts_are_equal_where_they_can_be():
 def test_every_block_lies_where_it_runs(name, counts):
     schedule = SCHEDULES[name](2, 4)
     rows, places = stage_rows(schedule, counts)
-    k, firsts = max(counts), first_blocks(counts)
+    k = max(counts)
+    firsts = first_blocks(counts)
     flat = np.asarray(rows).reshape(-1)
     assert flat[places].tolist() == list(range(sum(counts)))
     for v, (stage, chunk) in enumerate(

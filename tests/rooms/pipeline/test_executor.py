@@ -101,7 +101,9 @@ def counting(seen):
     ),
 )
 def test_every_pass_runs_as_often_as_the_table_lists_it(name, remat, mesh_of):
-    stages, micro_batches, k = 4, 4, 2
+    stages = 4
+    micro_batches = 4
+    k = 2
     schedule = SCHEDULES[name](stages, micro_batches)
     seen = Counter()
     travelling, weight = counting(seen)

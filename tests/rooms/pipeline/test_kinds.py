@@ -26,7 +26,8 @@ def test_every_schedule_has_a_kind():
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_kind_is_the_kind_of_the_table(name):
-    kind, schedule = KINDS[name], schedule_of(name)
+    kind = KINDS[name]
+    schedule = schedule_of(name)
     assert schedule.num_chunks == kind.chunks
     assert (
         "num_chunks" in inspect.signature(getattr(schedules, name)).parameters

@@ -65,7 +65,8 @@ SIZES = [(2, 2), (4, 2), (4, 3), (4, 1)]
 )
 def test_every_block_reaches_the_stage_that_runs_it_and_returns(place, stages, chunks, mesh_of):
     schedule = placed(PLACES[place](stages, chunks))
-    mesh, k = mesh_of(data=1, tensor=2, pipeline=stages), 2
+    mesh = mesh_of(data=1, tensor=2, pipeline=stages)
+    k = 2
     numbers = jnp.arange(stages * chunks * k)
     leaves = [
         numbers,

@@ -38,7 +38,9 @@ GROUPED = [
     (8, 16, 4),
     (16, 64, 4),
 ]
-F, B, W = 1, 1, 1
+F = 1
+B = 1
+W = 1
 
 
 def bubble(schedule, time):
@@ -138,7 +140,9 @@ def test_interleaved_zero_bubble_has_the_published_bubble_and_memory(p, m, v):
     time = 3 * v * m + (p - 1)
     check_bubbles(schedule, Fraction(p - 1, time), Fraction(p - 1, time))
     assert schedule.peak_activations == (min(v * m, v * p),) * p  # 1F1B's, whole stages
-    f, b, w = 3, 5, 2
+    f = 3
+    b = 5
+    w = 2
     spent = schedule.table_time(forward=f, backward=b, weight=w)
     assert spent == v * m * (f + b + w) + (p - 1) * (f + b - w)
 

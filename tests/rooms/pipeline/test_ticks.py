@@ -23,24 +23,26 @@ def walk(schedule):
 
     Ring buffers begin, links idle, and slots are read into, full of garbage: what leaks out of them
     is seen."""
-    table, stages = schedule.table(), range(schedule.num_stages)
+    table = schedule.table()
+    stages = range(schedule.num_stages)
     split = "weight_slot" in table
 
     def buffers(size):
         return [[GARBAGE] * size for _ in stages]
 
-    activations, inputs = buffers(schedule.num_slots), buffers(schedule.num_input_slots)
-    cotangents, deferred = (
-        buffers(schedule.num_cotangent_slots),
-        buffers(schedule.num_deferred_slots),
-    )
+    activations = buffers(schedule.num_slots)
+    inputs = buffers(schedule.num_input_slots)
+    cotangents = buffers(schedule.num_cotangent_slots)
+    deferred = buffers(schedule.num_deferred_slots)
     ahead = buffers(len(schedule.forward_shifts))
     behind = buffers(len(schedule.backward_shifts))
     last = schedule.num_stages * schedule.num_chunks - 1
-    read, made_before = {}, [[GARBAGE] * schedule.num_stages] * 2
+    read = {}
+    made_before = [[GARBAGE] * schedule.num_stages] * 2
 
     for t in range(schedule.num_ticks):
-        sent_ahead, sent_behind = [GARBAGE] * schedule.num_stages, [GARBAGE] * schedule.num_stages
+        sent_ahead = [GARBAGE] * schedule.num_stages
+        sent_behind = [GARBAGE] * schedule.num_stages
         for s in stages:
             row = {name: array[t, s] for name, array in table.items()}
             for slots, arrived, arrival_slots in (
@@ -52,12 +54,14 @@ def walk(schedule):
                         slots[s][slot] = message
 
             def message(kind, arrived, waiting, end, s=s, row=row):
-                by, slot = row[f"{kind}_shift"], row[f"{kind}_waited"]
+                by = row[f"{kind}_shift"]
+                slot = row[f"{kind}_waited"]
                 assert by < 0 or slot < 0
                 return arrived[s][by] if by >= 0 else waiting[s][slot] if slot >= 0 else end
 
             def which(kind, s=s, row=row):
-                m, chunk = int(row[f"{kind}_micro_batch"]), int(row[f"{kind}_chunk"])
+                m = int(row[f"{kind}_micro_batch"])
+                chunk = int(row[f"{kind}_chunk"])
                 assert (m < 0) == (chunk < 0)
                 return m, schedule.virtual_stages[s][chunk]
 
@@ -86,7 +90,8 @@ def walk(schedule):
                         deferred[s][row["weight_deferred"]],
                         activations[s][row["weight_slot"]],
                     )
-        sent_messages, leaving = [sent_ahead, sent_behind], made_before
+        sent_messages = [sent_ahead, sent_behind]
+        leaving = made_before
         made_before = sent_messages
         if schedule.ticks.message_ticks == 1:
             leaving = sent_messages
@@ -154,14 +159,16 @@ def test_every_schedule_is_valid_and_hands_everything_on(name, count):
 @st.composite
 def late(draw):
     """A schedule whose passes come late by chance, so that messages wait and overtake one another."""
-    stages, chunks, m = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 6))
+    stages = draw(st.integers(1, 5))
+    chunks = draw(st.integers(1, 3))
+    m = draw(st.integers(1, 6))
     stage_of = draw(st.permutations([*range(stages)] * chunks))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    split, size, message_ticks = draw(st.booleans()), stages * chunks, draw(st.integers(1, 2))
-    used, tables = (
-        set(),
-        {kind: np.zeros((size, m), int) for kind in ("forward", "backward", "weight")},
-    )
+    split = draw(st.booleans())
+    size = stages * chunks
+    message_ticks = draw(st.integers(1, 2))
+    used = set()
+    tables = {kind: np.zeros((size, m), int) for kind in ("forward", "backward", "weight")}
 
     def put(kind, v, batch, earliest):
         tick = earliest + int(rng.integers(0, 5))
@@ -228,7 +235,8 @@ def test_the_table_is_int32_and_says_minus_one_where_nothing_runs():
 
 
 def test_a_ring_and_a_v_have_their_shifts():
-    ring, bent = schedules.interleaved(4, 4, 2), v_shaped(4, 4)
+    ring = schedules.interleaved(4, 4, 2)
+    bent = v_shaped(4, 4)
     assert (ring.forward_shifts, ring.backward_shifts) == ((1,), (3,))
     assert (bent.forward_shifts, bent.backward_shifts) == ((0, 1, 3), (0, 1, 3))
     assert (schedules.gpipe(1, 2).forward_shifts, schedules.gpipe(1, 2).backward_shifts) == ((), ())

@@ -31,7 +31,8 @@ def ends_by_relaxation(schedule, times, communication):
     """Return when each pass ends: the least times that satisfy every wait. A time that is too early
     for a wait is raised until all waits are satisfied.
     """
-    ticks, last = schedule.ticks, len(schedule.ticks.stage_of) - 1
+    ticks = schedule.ticks
+    last = len(schedule.ticks.stage_of) - 1
     length = {
         (kind, v, m): times[kind][v]
         for kind, when in ticks.passes.items()
@@ -115,7 +116,9 @@ def test_own_pace_is_the_earliest_that_satisfies_every_wait(drawn):
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 32)])
 def test_messages_lengthen_warm_up_and_drain_of_gpipe_twice_over(p, m):
-    f, b, c = 2, 5, Fraction(1, 3)
+    f = 2
+    b = 5
+    c = Fraction(1, 3)
     numbers = {"forward": f, "backward": b - 1, "weight": 1, "communication": c}
     schedule = schedules.gpipe(p, m)
     assert schedule.table_time(**numbers) == m * (f + b) + (p - 1) * (f + b + 2 * c)
@@ -123,7 +126,10 @@ def test_messages_lengthen_warm_up_and_drain_of_gpipe_twice_over(p, m):
 
 
 def test_the_slowest_stage_is_what_a_pipeline_waits_for():
-    p, m, f, b = 4, 16, [1, 2, 1, 5], [3, 2, 7, 4]
+    p = 4
+    m = 16
+    f = [1, 2, 1, 5]
+    b = [3, 2, 7, 4]
     time = schedules.gpipe(p, m).table_time(forward=f, backward=b, weight=0)
     # the last stage is the slowest forwards, and begins to go back at once
     forward = sum(f) + (m - 1) * max(f)

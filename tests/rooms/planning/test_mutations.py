@@ -15,7 +15,9 @@ from shardopt.planning import _workload as workload
 
 pytestmark = pytest.mark.slow  # the contract is broken on purpose
 
-DDP, FSDP, PIPELINE = "ddp, remat", "fsdp, tensor, remat", "zero bubble, zero1, tensor"
+DDP = "ddp, remat"
+FSDP = "fsdp, tensor, remat"
+PIPELINE = "zero bubble, zero1, tensor"
 
 
 def forget_the_moments(patch):

@@ -238,7 +238,8 @@ def test_rings_use_links_within_a_node_and_the_network_beyond():
 def test_a_gather_over_a_torus_takes_half_of_an_all_reduce():
     gather = StepTransfer("all-gather", "data", "weights", 1e9, 1)
     for name, chips, axes in (("v5p", 64, 3), ("v6e", 256, 2)):
-        chip, layout = HARDWARE[name], ParallelLayout(data=chips)
+        chip = HARDWARE[name]
+        layout = ParallelLayout(data=chips)
         expected = (chips - 1) / chips * 1e9 / (axes * chip.link_bandwidth)
         assert seconds(gather, layout, chip) == pytest.approx(expected)
         assert seconds(gather._replace(kind="all-reduce"), layout, chip) == pytest.approx(
@@ -476,7 +477,9 @@ def test_keys_and_values_cross_context_by_the_method_of_attention(heads, size, k
         transfer for transfer in traffic(placed, batch_size=2) if transfer.axis == "context"
     ]
     assert {transfer.kind for transfer in transfers} == {kind}
-    blocks, T, K = 32, 32_768 // size, 128
+    blocks = 32
+    T = 32_768 // size
+    K = 128
     if kind == "all-to-all":
         # queries, keys, values and their mixture, forwards and backwards
         each = 2 * T * (32 + heads) * K * 2
@@ -514,7 +517,8 @@ def test_tokens_travel_to_experts_whose_gradients_do_not():
         placed = place(EXPERTS.workload(), layout, {})
         sent[remat] = traffic(placed, batch_size=16)
     # 2 rows on a device, 2 experts a token, 2 bytes
-    buffer, sizes = 2 * 2 * 256 * 4096 * 2, {"data": 2, "expert": 4}
+    buffer = 2 * 2 * 256 * 4096 * 2
+    sizes = {"data": 2, "expert": 4}
     for remat, ways in ((False, 4), (True, 5), ("save:qkv", 5)):
         (tokens,) = (transfer for transfer in sent[remat] if transfer.axis == "expert")
         assert (tokens.kind, tokens.bytes, tokens.calls) == ("all-to-all", buffer, ways * 4)
@@ -537,7 +541,8 @@ def test_experts_on_devices_are_bytes_and_room_for_the_tokens_that_could_come():
             ParallelLayout(data=2, expert=4, placement="ddp"),
         )
     )
-    experts, params_alone = 4 * 4 * 8 * 4096 * 3 * 1024, alone.memory.params
+    experts = 4 * 4 * 8 * 4096 * 3 * 1024
+    params_alone = alone.memory.params
     assert 0 <= params_alone - shared.memory.params - experts * 3 / 4 < 0.001 * params_alone
     assert ("^blocks/experts_", "experts") in shared.strategy["rules"]
     # each of 4 devices could get min(2, 2) copies of all tokens where 2 come: 4 times the rows and

@@ -43,7 +43,8 @@ def test_the_closed_form_is_the_trace(gated):
         dtype=jnp.float32,
     )
     work = shape.workload()
-    params, batch = shape.abstract_params(), transformer.abstract_batch(shape, 4)
+    params = shape.abstract_params()
+    batch = transformer.abstract_batch(shape, 4)
     traced = trace(transformer.model(shape), params, batch, rules=RULES)
     assert traced.block_flops == work.block_flops
     assert traced.recompute_flops == work.recompute_flops
@@ -59,7 +60,8 @@ def test_the_closed_form_is_the_trace(gated):
     # of the mlp, each hidden unit and token costs 6 numbers, or in a pipeline the results of
     # products alone
     wide_shape = dataclasses.replace(shape, hidden=320)
-    wide_work, wide_batch = wide_shape.workload(), transformer.abstract_batch(wide_shape, 4)
+    wide_work = wide_shape.workload()
+    wide_batch = transformer.abstract_batch(wide_shape, 4)
     wide_traced = trace(
         transformer.model(wide_shape), wide_shape.abstract_params(), wide_batch, rules=RULES
     )
@@ -85,7 +87,9 @@ def test_the_trace_of_the_gpt_counts_its_weights():
     config = gpt.config(dim=64, num_layers=2, num_heads=4)
     params = jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0))
     work = trace(gpt.model(config), params, {"tokens": jnp.zeros((2, 33), jnp.int32)}, tokens=32)
-    D, F, T = 64, 192, 32
+    D = 64
+    F = 192
+    T = 32
     assert work.block_flops == 2 * T * (4 * D * D + 3 * D * F) + 4 * T * T * D
     assert work.ends_flops == 2 * T * D * 256
     assert work.tensor_sums == (0, 0)
@@ -127,7 +131,8 @@ def test_experts_are_counted_as_published():
 
     The paper "DeepSeek-V3", 2024, states 671B and 37B active, with three dense layers.
     """
-    mixtral, deepseek = MODELS["mixtral-8x7b"], MODELS["deepseek-v3"]
+    mixtral = MODELS["mixtral-8x7b"]
+    deepseek = MODELS["deepseek-v3"]
     assert (round(mixtral.num_parameters / 1e9, 1), round(active_parameters(mixtral) / 1e9, 1)) == (
         46.7,
         12.9,
@@ -154,8 +159,10 @@ def test_attention_on_a_tpu_is_what_splash_computes():
         ("deepseek-v3", 192, (128 + 1) * 64**2),
     ):
         shape = dataclasses.replace(MODELS[name], length=4096)
-        each, turn = 2 * shape.num_heads * 36 * 512**2, 2 * 4096 * rotated
-        forward, backward = each * (keys + 128) + turn, each * (3 * keys + 2 * 128) + turn
+        each = 2 * shape.num_heads * 36 * 512**2
+        turn = 2 * 4096 * rotated
+        forward = each * (keys + 128) + turn
+        backward = each * (3 * keys + 2 * 128) + turn
         exact = (
             3
             * 2
@@ -165,7 +172,8 @@ def test_attention_on_a_tpu_is_what_splash_computes():
             * (shape.width + (shape.latent.rope if shape.latent else 0) + 128)
         )
         for remat, passes in ((False, 1), ("save:attention", 1), (True, 2), ("save:qkv", 2)):
-            work, layout = shape.workload(), ParallelLayout(data=8, remat=remat)
+            work = shape.workload()
+            layout = ParallelLayout(data=8, remat=remat)
             plain, splash_flops = (
                 step_flops(work, layout, batch_size=8, on_tpu=on_tpu) for on_tpu in (None, shape)
             )

@@ -52,7 +52,8 @@ def test_a_message_says_what_a_mean_over_one_device_does(name, x64):
     """Several messages lose nothing: the values read and the values kept add up to the given
     values.
     """
-    reducer, like = ALL[name](), gradients(0, np.float64)
+    reducer = ALL[name]()
+    like = gradients(0, np.float64)
     code = reducers.compressor(reducer)
 
     @jax.jit
@@ -65,16 +66,15 @@ def test_a_message_says_what_a_mean_over_one_device_does(name, x64):
         wanted, state = jax.tree.map(lambda leaf: leaf[0], result)
         return code.decode(message, grads), memory, wanted, state
 
-    memory, state = code.init(like), reducer.init(like)
+    memory = code.init(like)
+    state = reducer.init(like)
     total_grads = read = jax.tree.map(np.zeros_like, like)
     for seed in range(3):
         grads = gradients(seed, np.float64)
         result, memory, wanted, state = both(grads, memory, state)
         assert_close(result, wanted, rtol=1e-9, atol=1e-9)
-        total_grads, read = (
-            jax.tree.map(np.add, total_grads, grads),
-            jax.tree.map(np.add, read, result),
-        )
+        total_grads = jax.tree.map(np.add, total_grads, grads)
+        read = jax.tree.map(np.add, read, result)
     if "feedback" in name:
         assert_close(jax.tree.map(np.add, read, memory.unsent), total_grads, rtol=0, atol=1e-12)
         lossy = not name.startswith("exact")
@@ -113,7 +113,8 @@ def test_a_message_has_the_bytes_of_its_formula(name):
     ),
 )
 def test_what_is_not_finite_is_not_hidden_and_not_remembered(name):
-    code, good = reducers.compressor(ALL[name]()), gradients(0)
+    code = reducers.compressor(ALL[name]())
+    good = gradients(0)
 
     @jax.jit
     def send(grads, memory):

@@ -35,7 +35,8 @@ def stored_step(stacked, mesh, params, state):
 @pytest.mark.slow  # test_a_change_of_axis_size_loses_nothing
 def test_the_stored_form_goes_in_and_out_of_shard_map(mesh_of, draw_gradients):
     """Two steps through it equal two steps that never left the axis."""
-    grads, tx = draw_gradients([(4, 3), (5,)], 4), chain()
+    grads = draw_gradients([(4, 3), (5,)], 4)
+    tx = chain()
     params = jax.tree.map(lambda g: g[0], grads)
     stacked = so.transforms.on_mesh(tx, mesh_of(data=4), "data")
     state = stacked.init(params)
@@ -54,7 +55,8 @@ def test_the_stored_form_goes_in_and_out_of_shard_map(mesh_of, draw_gradients):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b[0], rtol=1e-6), update_history, expected
     )
-    memory, expected_memory = state[0].reducer.memory.value, device_state[0].reducer.memory.value
+    memory = state[0].reducer.memory.value
+    expected_memory = device_state[0].reducer.memory.value
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), memory, expected_memory
     )

@@ -41,7 +41,8 @@ def calls(reducer, count):
     """Reduce the same gradients some times; return the means and the last state."""
 
     def run(grads):
-        state, means = reducer.init(grads), []
+        state = reducer.init(grads)
+        means = []
         for i in range(count):
             mean, state = reducer.reduce(
                 jax.tree.map(lambda g, by=1 + i: g * by, grads), state, "data"
@@ -202,7 +203,8 @@ def test_power_sgd_is_one_step_of_power_iteration(x64, on_devices, draw_gradient
     reducer = R.power_sgd(2, min_ratio=0)
     start = np.asarray(reducer.init({"leaf0": grads["leaf0"][0]}).factors["leaf0"])[0]
     means, state = on_devices(calls(reducer, 2), 3, grads)
-    q, m = start, np.asarray(grads["leaf0"]).mean(0)
+    q = start
+    m = np.asarray(grads["leaf0"]).mean(0)
     for call, mean in enumerate(means):
         p = np.linalg.qr((1 + call) * m @ q)[0]
         q = ((1 + call) * m).T @ p
@@ -276,5 +278,6 @@ def test_over_time_error_feedback_sends_everything(reducer, on_devices, draw_gra
         return jax.lax.scan(body, R.error_feedback(reducer).init(grads), None, length=200)[1]
 
     means = on_devices(run, 4, grads)["leaf0"][0]
-    once, often = np.abs(means[0] - exact).max(), np.abs(means.mean(0) - exact).max()
+    once = np.abs(means[0] - exact).max()
+    often = np.abs(means.mean(0) - exact).max()
     assert often < once / 10

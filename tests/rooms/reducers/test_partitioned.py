@@ -75,9 +75,11 @@ def compiled_mean(reducer, names, mesh):
     ),
 )
 def test_a_gradient_keeps_its_sharding_and_no_more_than_fp32_is_sent(name, model, sizes, mesh_of):
-    mesh, names = mesh_of(**MESHES[sizes]), MODELS[model]
+    mesh = mesh_of(**MESHES[sizes])
+    names = MODELS[model]
     compiled, (means, residuals), grads = compiled_mean(REDUCERS[name](), names, mesh)
-    size, num_shards = mesh.shape["data"], mesh.shape["tensor"]
+    size = mesh.shape["data"]
+    num_shards = mesh.shape["tensor"]
     elements = 0
     for leaf in names:
         shape, spec = LEAVES[leaf]

@@ -130,11 +130,14 @@ def test_reducers_have_the_promised_ratios_to_fp32_ddp(gpt_params, size):
 
 def test_power_sgd_on_the_gpt_is_its_formula(gpt_params):
     """Rank times (rows + columns) of each matrix of each block, and the vectors as they are."""
-    size, rank, numbers = 4, 4, [0, 0]
+    size = 4
+    rank = 4
+    numbers = [0, 0]
     # dims that are rows
     views = {"embedding": 1, "head": 1, "qkv": 1, "out": 2, "up": 2, "down": 1}
     for path, leaf in jax.tree_util.tree_leaves_with_path(gpt_params):
-        name, shape = path[-1].key, leaf.shape
+        name = path[-1].key
+        shape = leaf.shape
         layers, dims = (shape[0], shape[1:]) if path[0].key == "blocks" else (1, shape)
         if name == "norm":
             numbers[0] += leaf.size

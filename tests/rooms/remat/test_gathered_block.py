@@ -14,7 +14,9 @@ from shardopt.hlo._hlo_text import parse
 from shardopt.hlo._source_lines import read_frames, source_of
 from shardopt.models import gpt
 
-DIM, HIDDEN, ROWS = 32, 512, 16
+DIM = 32
+HIDDEN = 512
+ROWS = 16
 
 
 def params_of(num_blocks, *, hidden=HIDDEN):
@@ -88,7 +90,8 @@ def test_a_checkpoint_within_a_block_is_heeded(mesh_of):
     def wide(w, x):
         return jnp.tanh(x["x"] @ w["up"]) @ w["down"]
 
-    batch, per_block = jax.ShapeDtypeStruct((512, DIM), jnp.float32), 512 // 2 * HIDDEN * 4
+    batch = jax.ShapeDtypeStruct((512, DIM), jnp.float32)
+    per_block = 512 // 2 * HIDDEN * 4
     growth = []
     for change in (wide, jax.checkpoint(wide)):
         model = model_of(lambda w, x, change=change: advanced(x, change(w, x)))
@@ -129,7 +132,8 @@ def test_gradients_are_those_of_one_device_with_keys_and_integers_on_the_way(
 )
 def test_remat_of_the_model_is_heeded(remat, mesh_of):
     plain = model_of(lambda w, x: advanced(x, jnp.tanh(x["x"] @ w["up"]) @ w["down"]))
-    batch, per_block = jax.ShapeDtypeStruct((512, DIM), jnp.float32), 512 // 2 * HIDDEN * 4
+    batch = jax.ShapeDtypeStruct((512, DIM), jnp.float32)
+    per_block = 512 // 2 * HIDDEN * 4
     growth = []
     for model in (plain, plain._replace(remat=remat)):
         growth.append(

@@ -22,7 +22,9 @@ from shardopt.planning import Transformer
 from shardopt.planning._models import RULES
 from shardopt.remat._split_backward import split_backward
 
-DIM, HIDDEN, ROWS = 8, 24, 8
+DIM = 8
+HIDDEN = 24
+ROWS = 8
 TX = optax.sgd(0.05, momentum=0.9)
 
 
@@ -53,7 +55,8 @@ def params_of(dtype=np.float64):
 
 
 def batches_of(steps):
-    rng, scale = np.random.default_rng(1), np.linspace(0.2, 2.0, ROWS)[:, None]
+    rng = np.random.default_rng(1)
+    scale = np.linspace(0.2, 2.0, ROWS)[:, None]
     return [
         {"x": scale * rng.normal(size=(ROWS, DIM)), "y": rng.normal(size=(ROWS, DIM))}
         for _ in range(steps)
@@ -82,7 +85,8 @@ QUICK = [("fsdp", "offload:outer")]
     ),
 )
 def test_steps_are_those_of_one_device(strategy, remat, mesh_of, x64):
-    params, batches = params_of(), batches_of(4)
+    params = params_of()
+    batches = batches_of(4)
     make = fsdp if strategy == "fsdp" else so.ddp
     opt = make(TX, mesh_of(data=4), MODEL._replace(remat=remat), micro_batches=2)
     state = opt.init(params)
@@ -209,11 +213,9 @@ def test_names_save_kernels_and_offload_to_the_host_on_tpu(tensor):
         shapes = shape.abstract_params(), transformer.abstract_batch(shape, 8)
         return so.planning.aot(make, *shapes, topology="v5e:2x4", tensor=tensor)
 
-    save, offload, full = (
-        report("save:qkv,attention"),
-        report("offload:qkv,attention"),
-        report("full"),
-    )
+    save = report("save:qkv,attention")
+    offload = report("offload:qkv,attention")
+    full = report("full")
     kernels = [
         re.findall(r"%splash_(\w+?)[.\d]* = .* custom-call\(", program.text)
         for program in (save, full)

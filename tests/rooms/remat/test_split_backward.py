@@ -13,7 +13,8 @@ from support.tiers import tiered
 
 from shardopt.remat._split_backward import rematerialised, split_backward
 
-ROWS, WIDTH = 3, 4
+ROWS = 3
+WIDTH = 4
 
 
 @jax.custom_vjp
@@ -117,7 +118,8 @@ def check(f, params, x, dy, trained):
     floating = [i for i, leaf in enumerate(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
     def plain(weights, inputs):
-        new_params, new_inputs = list(params), list(x)
+        new_params = list(params)
+        new_inputs = list(x)
         for place, w in zip(trained, weights, strict=True):
             new_params[place] = w
         for place, entry in zip(floating, inputs, strict=True):

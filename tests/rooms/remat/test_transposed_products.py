@@ -11,7 +11,8 @@ import pytest
 from shardopt.remat._split_backward import without_transposes
 
 DRAW = np.random.default_rng(0)
-A, B = DRAW.normal(size=(2, 3, 4, 5)), DRAW.normal(size=(2, 4, 6, 7))
+A = DRAW.normal(size=(2, 3, 4, 5))
+B = DRAW.normal(size=(2, 4, 6, 7))
 HIGH_LOW = (jax.lax.Precision.HIGHEST, jax.lax.Precision.DEFAULT)
 
 
@@ -86,7 +87,8 @@ def test_where_the_result_lies_follows_its_dims():
     """Under `shard_map` the product of a gradient says it."""
     mesh = jax.make_mesh((1,), ("one",), axis_types=(jax.sharding.AxisType.Explicit,))
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("one"))
-    a, b = A[0, 0].T, B[0, :, :, 0]
+    a = A[0, 0].T
+    b = B[0, :, :, 0]
     with jax.set_mesh(mesh):
         closed = jax.make_jaxpr(lambda a, b: jax.lax.dot(a, b, out_sharding=rows).T)(a, b)
         new_jaxpr = without_transposes(closed.jaxpr)

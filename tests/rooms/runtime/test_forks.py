@@ -105,7 +105,8 @@ def test_a_fork_has_the_descriptor_for_signals_that_stood_before():
 
 
 def test_a_fork_that_ends_its_context_does_not_end_that_of_its_parent():
-    bytes_read, child = [], 0
+    bytes_read = []
+    child = 0
     with signal_bytes() as next_signal:
         thread = threading.Thread(target=lambda: bytes_read.append(next_signal()))
         thread.start()

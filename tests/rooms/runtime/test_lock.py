@@ -47,7 +47,8 @@ def holder(tmp_path):
 
     The function returns the process and the message of the fork.
     """
-    processes, forks = [], []
+    processes = []
+    forks = []
 
     def start(mode):
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -89,7 +89,8 @@ def test_a_second_run_shares_the_folder_of_the_first(tmp_path, without_cache):
             assert jax.config.jax_compilation_cache_dir == str(tmp_path / "run")
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "run")
     assert current_settings() == before
-    first, second = checkpoints(tmp_path / "a"), checkpoints(tmp_path / "b")
+    first = checkpoints(tmp_path / "a")
+    second = checkpoints(tmp_path / "b")
     first.close()
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "a" / "compiled")
     second.close()

@@ -69,10 +69,8 @@ def test_the_oracle_sees_behind_zeros():
     whole_batch, half = (jax.tree.map(lambda x, rows=rows: x[:rows], batch) for rows in (8, 4))
     other = jax.tree.map(lambda x: x[4:], batch)
     with as_users_have_it():
-        value, parts = (
-            row.loss_fn(PARAMS, whole_batch),
-            [row.loss_fn(PARAMS, piece) for piece in (half, other)],
-        )
+        value = row.loss_fn(PARAMS, whole_batch)
+        parts = [row.loss_fn(PARAMS, piece) for piece in (half, other)]
     assert (
         abs(float(value) - sum(float(part) for part in parts) / 2) < 1e-12
     )  # at the given numbers it looks like a mean

@@ -13,7 +13,8 @@ from support.piecewise import compare, proved
 from support.random_losses import random_loss
 from support.tiers import tiered
 
-QUICK, MANY = 200, 10_000
+QUICK = 200
+MANY = 10_000
 LEAST_SHARE = 0.5
 """The least share of separable programs that the proof accepts."""
 
@@ -36,7 +37,10 @@ class Tally(NamedTuple):
 
 def tally(seeds: range, sample: int) -> Tally:
     """Judge programs; each `sample`-th program that the proof refuses is compared."""
-    accepted, refused, refused_means, unsound = 0, 0, 0, []
+    accepted = 0
+    refused = 0
+    refused_means = 0
+    unsound = []
     for seed in seeds:
         program = random_loss(seed)
         arguments = program.loss_fn, program.params, program.batch, program.pieces
@@ -87,6 +91,7 @@ def test_none_of_ten_thousand_accepted_programs_is_unsound(start, capsys):
 
 @pytest.mark.fast
 def test_a_seed_is_one_program():
-    first, duplicate = random_loss(7), random_loss(7)
+    first = random_loss(7)
+    duplicate = random_loss(7)
     assert str(first) == str(duplicate)
     assert len({random_loss(seed).source for seed in range(20)}) > 18

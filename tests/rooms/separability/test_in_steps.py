@@ -89,7 +89,8 @@ def test_a_loop_over_rows_that_combines_devices_is_refused(row, mesh_of):
 
 @pytest.mark.parametrize("row", tiered(OF_ALL_ROWS, lambda row: row in list(OF_ALL_ROWS)[::3]))
 def test_slices_of_all_rows_are_refused(row, mesh_of):
-    loss_fn, mesh = OF_ALL_ROWS[row], mesh_of(data=2)
+    loss_fn = OF_ALL_ROWS[row]
+    mesh = mesh_of(data=2)
     opt = so.ddp(optax.sgd(1.0), mesh, loss_fn, view="unproved")
     loss = opt.evaluate(opt.init(PARAMS), BATCH)["loss"]
     # or the row shows nothing

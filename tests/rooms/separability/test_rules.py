@@ -17,7 +17,9 @@ from shardopt.separability._table import TABLE
 from shardopt.separability._walk import CUSTOM
 from shardopt.trace._primitives import defined_primitives
 
-FEW, MANY, MOST = 10, 400, 60
+FEW = 10
+MANY = 400
+MOST = 60
 """The number of cases of a rule in the default tier, and in the slow one. So many cases are tried
 until the rule knows the result of one.
 """
@@ -38,7 +40,8 @@ UNSOUND: set[str] = set()
 
 
 def run(name, cases):
-    draws, known = CASES[name], 0
+    draws = CASES[name]
+    known = 0
     for seed in range(max(cases, MOST)):
         if seed >= cases and known:
             break

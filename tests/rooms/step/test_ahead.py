@@ -41,7 +41,8 @@ def test_a_step_is_compiled_once_and_memory_given_back_before_it_runs(
         return jnp.mean((batch @ params) ** 2)
 
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=1), loss_fn)
-    state, batch = opt.init(jnp.ones(3)), np.ones((2, 3), np.float32)
+    state = opt.init(jnp.ones(3))
+    batch = np.ones((2, 3), np.float32)
     compiles.clear()
     for _ in range(2):
         state, _ = opt.step(state, batch)
@@ -53,7 +54,8 @@ def test_a_step_within_a_jitted_function_is_not_compiled_by_itself(compiles, mes
     opt = so.ddp(
         optax.sgd(0.1), mesh_of(data=1), lambda params, batch: jnp.mean((batch @ params) ** 2)
     )
-    state, batch = opt.init(jnp.ones(3)), np.ones((2, 3), np.float32)
+    state = opt.init(jnp.ones(3))
+    batch = np.ones((2, 3), np.float32)
     both = jax.jit(lambda state, batch: opt.step(opt.step(state, batch)[0], batch)[0])
     compiles.clear()
     assert int(both(state, batch).step) == 2

@@ -32,7 +32,8 @@ BLOCKS = so.BlockModel(
 )
 
 RNG = np.random.default_rng(0)
-X, Y = RNG.normal(size=(16, 8)).astype(np.float32), RNG.normal(size=16).astype(np.float32)
+X = RNG.normal(size=(16, 8)).astype(np.float32)
+Y = RNG.normal(size=16).astype(np.float32)
 W = RNG.normal(size=8).astype(np.float32)
 
 
@@ -100,7 +101,9 @@ class Tensor:
     """What shardopt knows of a torch tensor; torch itself is tried where it is installed."""
 
     def __init__(self, array):
-        self.array, self.shape, self.dtype = array, array.shape, "torch.float32"
+        self.array = array
+        self.shape = array.shape
+        self.dtype = "torch.float32"
 
     def detach(self):
         return self

@@ -26,7 +26,8 @@ class Tensor:
 
     def __init__(self, values):
         self.values = np.asarray(values, np.float32)
-        self.shape, self.dtype = self.values.shape, "torch.float32"
+        self.shape = self.values.shape
+        self.dtype = "torch.float32"
 
     def detach(self):
         return self
@@ -250,7 +251,8 @@ def test_a_step_checks_no_leaf_that_a_step_returned(mesh_of, monkeypatch):
 
 @pytest.mark.parametrize("start", ["init", "deferred", "replace"])
 def test_torch_tensors_are_parameters(mesh_of, start):
-    opt, tensors = strategy(mesh_of), {"w": Tensor(params()["w"])}
+    opt = strategy(mesh_of)
+    tensors = {"w": Tensor(params()["w"])}
     if start == "deferred":
         deferred = so.training.DeferredInit(tensors)
         state = so.fit(opt, deferred, [], num_steps=0, progress=False).state

@@ -62,7 +62,8 @@ def test_init_step_and_evaluate_run_under(mode, form, mesh_of):
         state = opt.init(params)
         for _ in range(2):
             state, metrics = opt.step(state, X)
-        before, after = opt.evaluate(state, X), evaluate(state)
+        before = opt.evaluate(state, X)
+        after = evaluate(state)
     assert np.isfinite([metrics["loss"], before["loss"], after["val_loss"]]).all()
 
 

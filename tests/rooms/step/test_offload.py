@@ -26,7 +26,8 @@ def kinds(tree):
     [pytest.param("zero1", marks=pytest.mark.slow), pytest.param("fsdp", marks=pytest.mark.fast)],
 )
 def test_state_waits_on_the_host_and_values_are_the_same(strategy, mesh_of, tmp_path):
-    tx, mesh = optax.adamw(1e-2), mesh_of(data=8)
+    tx = optax.adamw(1e-2)
+    mesh = mesh_of(data=8)
     plain, offloaded = (
         STRATEGIES[strategy](tx, mesh, CASE.loss_fn, opt_state=place)
         for place in ("within", "host")

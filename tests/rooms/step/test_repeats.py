@@ -45,8 +45,10 @@ BATCHES = {
 
 @pytest.mark.parametrize("kind", BATCHES)
 def test_a_repeated_step_is_the_same_step_and_prepares_nothing(mesh_of, monkeypatch, kind):
-    opt, checked = strategy(mesh_of), strategy(mesh_of)
-    state, expected = opt.init(PARAMS), checked.init(PARAMS)
+    opt = strategy(mesh_of)
+    checked = strategy(mesh_of)
+    state = opt.init(PARAMS)
+    expected = checked.init(PARAMS)
     state, _ = opt.step(state, BATCHES[kind](opt))
     for _ in range(3):
         expected, expected_metrics = checked.step(expected, {"x": X, "scale": np.float32(2)})
@@ -141,7 +143,8 @@ def test_integers_beyond_32_bits_are_refused_at_every_step(mesh_of):
 
 
 def test_states_are_checked_after_repeated_steps(mesh_of):
-    opt, batch = strategy(mesh_of), {"x": X, "scale": 1.0}
+    opt = strategy(mesh_of)
+    batch = {"x": X, "scale": 1.0}
     state = opt.init(PARAMS)
     for _ in range(2):
         before = state
@@ -156,7 +159,8 @@ def test_states_are_checked_after_repeated_steps(mesh_of):
 
 
 def test_options_of_jax_hold_for_repeated_steps(mesh_of):
-    opt, batch = strategy(mesh_of), {"x": X, "scale": np.ones((), np.float32)}
+    opt = strategy(mesh_of)
+    batch = {"x": X, "scale": np.ones((), np.float32)}
     state = opt.init(PARAMS)
     for _ in range(2):
         state, _ = opt.step(state, batch)
@@ -183,7 +187,8 @@ def test_a_state_stays_alive_if_a_repeated_step_is_refused(mesh_of):
 
 
 def test_the_last_parameters_are_those_of_the_last_step(mesh_of):
-    opt, batch = strategy(mesh_of), {"x": X, "scale": 1.0}
+    opt = strategy(mesh_of)
+    batch = {"x": X, "scale": 1.0}
     state = opt.init(PARAMS)
     for _ in range(2):
         state, _ = opt.step(state, batch)

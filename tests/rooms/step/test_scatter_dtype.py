@@ -16,9 +16,14 @@ import shardopt as so
 from shardopt.collectives import LeafWire, per_device, reduce_scatter
 from shardopt.hlo import audit
 
-DIM, HIDDEN, LAYERS, ROWS = 16, 32, 2, 16
+DIM = 16
+HIDDEN = 32
+LAYERS = 2
+ROWS = 16
 RULES = [("up", P(None, "tensor")), ("down", P("tensor"))]
-RATE, MOMENTUM, STEPS = 0.05, 0.9, 4
+RATE = 0.05
+MOMENTUM = 0.9
+STEPS = 4
 
 MODEL = so.BlockModel(
     embed=lambda outer, batch: batch["x"] @ outer["in"],
@@ -35,7 +40,8 @@ def params_of(dtype=np.float64):
 
 
 def batches_of():
-    rng, scale = np.random.default_rng(1), np.linspace(0.2, 2.0, ROWS)[:, None]
+    rng = np.random.default_rng(1)
+    scale = np.linspace(0.2, 2.0, ROWS)[:, None]
     return [
         {"x": scale * rng.normal(size=(ROWS, 8)), "y": rng.normal(size=(ROWS, 8))}
         for _ in range(STEPS)
@@ -57,7 +63,8 @@ def trained(params, batches, *, data, replica, micro_batches, each_rounded, is_r
         for device in range(data * replica):
             mine = [np.zeros_like(leaf) for leaf in leaves]
             for m in range(micro_batches):
-                start, size = (device * micro_batches + m) * (ROWS // pieces), ROWS // pieces
+                start = (device * micro_batches + m) * (ROWS // pieces)
+                size = ROWS // pieces
                 rows = jax.tree.map(
                     lambda x, start=start, size=size: x[start : start + size], batch
                 )
@@ -94,7 +101,8 @@ EXACT = [
     tiered(EXACT, lambda row: False, fast=lambda row: row == EXACT[0], ids=str),
 )
 def test_equals_one_device_that_rounds_what_is_sent(strategy, sizes, micro_batches, mesh_of, x64):
-    params, batches = params_of(), batches_of()
+    params = params_of()
+    batches = batches_of()
     rules = RULES if "tensor" in sizes else ()
     tx = optax.sgd(RATE, momentum=MOMENTUM)
 
@@ -171,7 +179,8 @@ def test_the_sum_sends_half(strategy, sizes, micro_batches, mesh_of):
         )
         return {kind: traffic.wire_bytes for kind, traffic in traffic_by_kind.items()}
 
-    wide, narrow = sent(None), sent(jnp.bfloat16)
+    wide = sent(None)
+    narrow = sent(jnp.bfloat16)
     assert wide.pop("reduce-scatter") == 2 * narrow.pop("all-to-all")
     assert wide == narrow
 
@@ -181,7 +190,9 @@ def test_a_pipeline_rounds_its_sums(placement, mesh_of, x64):
     """Rounded once for each micro-batch and device, or once for the sum: the difference is that of
     rounding.
     """
-    params, batches, final_params = params_of(), batches_of(), []
+    params = params_of()
+    batches = batches_of()
+    final_params = []
     for dtype in (None, jnp.bfloat16):
         opt = so.hybrid(
             optax.sgd(RATE, momentum=MOMENTUM),

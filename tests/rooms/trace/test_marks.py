@@ -18,7 +18,8 @@ from shardopt.trace._marks import (
 )
 
 pytestmark = pytest.mark.fast
-WEIGHTS, X = jnp.ones((3, 4, 4)), jnp.ones((2, 4))
+WEIGHTS = jnp.ones((3, 4, 4))
+X = jnp.ones((2, 4))
 
 
 def layer(weights, x):

@@ -84,10 +84,8 @@ def test_a_part_is_made_as_the_whole_is():
             name: call_of(name)(*operands) for name, operands in operands_by_name.items()
         }
     )
-    whole_results, part = (
-        run(operands_by_name),
-        run({name: [x[SOME] for x in operands] for name, operands in operands_by_name.items()}),
-    )
+    whole_results = run(operands_by_name)
+    part = run({name: [x[SOME] for x in operands] for name, operands in operands_by_name.items()})
     for name in names:
         assert whole_results[name].shape == FLOATS.shape, name
         np.testing.assert_allclose(part[name], whole_results[name][SOME], rtol=1e-5, err_msg=name)

@@ -12,8 +12,10 @@ from shardopt.trace._parts import product_flops, reached_from
 from shardopt.trace._walk import Walk, scan_parts, while_parts
 
 pytestmark = pytest.mark.fast
-VECTOR, NUMBER = jnp.ones(3), jnp.ones(())
-NOWHERE, DIFFERENT = frozenset(), frozenset(["different"])
+VECTOR = jnp.ones(3)
+NUMBER = jnp.ones(())
+NOWHERE = frozenset()
+DIFFERENT = frozenset(["different"])
 
 
 def names_reaching(walk, eqns, operands):
@@ -84,10 +86,8 @@ def test_differences_of_traces_are_followed():
         WALK.follow([base_trace, traced(lambda a, b: (a - b, a * 2.0))], [NOWHERE, NOWHERE])
         == [DIFFERENT] * 2
     )
-    other_variable, other_number = (
-        traced(lambda a, b: (a + b, b * 2.0)),
-        traced(lambda a, b: (a + b, a * 3.0)),
-    )
+    other_variable = traced(lambda a, b: (a + b, b * 2.0))
+    other_number = traced(lambda a, b: (a + b, a * 3.0))
     for other in (other_variable, other_number):
         assert WALK.follow([base_trace, other], [NOWHERE, NOWHERE]) == [NOWHERE, DIFFERENT]
 

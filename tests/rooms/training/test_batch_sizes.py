@@ -14,14 +14,16 @@ import shardopt as so
 from shardopt.step._global_rows import RowsOfOne
 from shardopt.training._stream import END, BatchStream
 
-NUM_ROWS, BEFORE = 640, 160
+NUM_ROWS = 640
+BEFORE = 160
 
 
 class Counting:
     """Batches whose state counts batches, as in the documentation."""
 
     def __init__(self, batch_size):
-        self.batch_size, self.position = batch_size, 0
+        self.batch_size = batch_size
+        self.position = 0
 
     def __iter__(self):
         return self
@@ -54,10 +56,13 @@ class Loader:
     """A loader as torchdata's: its state moves the next iterator, and has arrays and tuples."""
 
     def __init__(self, batch_size):
-        self.batch_size, self.current, self.next_state = batch_size, None, None
+        self.batch_size = batch_size
+        self.current = None
+        self.next_state = None
 
     def __iter__(self):
-        self.current, self.next_state = self._batches(self.next_state), None
+        self.current = self._batches(self.next_state)
+        self.next_state = None
         return self.current
 
     def _batches(self, state):
@@ -75,14 +80,17 @@ class Loader:
     def load_state_dict(self, state):
         assert (state["s"], type(state["yielded"])) == (b"x", tuple)
         np.testing.assert_array_equal(state[0], np.arange(3, dtype=np.uint8))
-        self.current, self.next_state = None, state
+        self.current = None
+        self.next_state = state
 
 
 class Dataset:
     """An iterable as that of `datasets`: no state before it is iterated over."""
 
     def __init__(self, batch_size):
-        self.batch_size, self.starting, self.state = batch_size, None, None
+        self.batch_size = batch_size
+        self.starting = None
+        self.state = None
 
     def __iter__(self):
         self.state = copy.deepcopy(self.starting) or {"examples": 0, "shard": None}
@@ -106,7 +114,8 @@ class Node:
 
     def __iter__(self):
         inner = Counting(self.batch_size)
-        inner.state_dict, inner.load_state_dict = inner.get_state, inner.set_state
+        inner.state_dict = inner.get_state
+        inner.load_state_dict = inner.set_state
         return inner
 
 

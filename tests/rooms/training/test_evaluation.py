@@ -40,7 +40,8 @@ BLOCKS = so.BlockModel(
 
 def rows_of(count, seed=0):
     rng = np.random.default_rng(seed)
-    x, y = rng.normal(size=(count, 8)), rng.normal(size=(count, 3))
+    x = rng.normal(size=(count, 8))
+    y = rng.normal(size=(count, 3))
     mask = (rng.random(size=(count, 3)) < np.linspace(0.1, 1, count)[:, None]) | (np.arange(3) == 0)
     return {
         name: value.astype(np.float32) for name, value in {"x": x, "y": y, "mask": mask}.items()
@@ -109,7 +110,8 @@ OPTIMIZERS = {
     ),
 )
 def test_any_set_equals_numpy_on_the_whole(name, sizes):
-    opt, rows = OPTIMIZERS[name](), rows_of(sum(sizes))
+    opt = OPTIMIZERS[name]()
+    rows = rows_of(sum(sizes))
     metrics = evaluation(opt, cut_at(rows, *sizes))(opt.init({"w": W}))
     assert metrics == pytest.approx(expected(rows, W), rel=1e-5, nan_ok=True)
 
@@ -151,7 +153,8 @@ def test_an_evaluation_may_have_a_loss_of_its_own():
 
     If `evaluation` has it, only that evaluation runs it. Training does not change.
     """
-    mesh, rows = so.make_mesh(data=2, devices=jax.devices()[:2]), rows_of(5)
+    mesh = so.make_mesh(data=2, devices=jax.devices()[:2])
+    rows = rows_of(5)
     wanted = np.abs(rows["x"] @ W - rows["y"]).mean()
     plain = so.ddp(optax.sgd(0.1), mesh, token_loss)
     row_opt = so.ddp(optax.sgd(0.1), mesh, token_loss, evaluate_fn=row_loss)
@@ -212,14 +215,16 @@ def test_a_loss_that_mixes_rows_is_refused_or_evaluated_whole():
 
     In the global view a batch runs at once, of one row too.
     """
-    mesh, rows = so.make_mesh(data=2, devices=jax.devices()[:2]), rows_of(1)
+    mesh = so.make_mesh(data=2, devices=jax.devices()[:2])
+    rows = rows_of(1)
 
     def perplexity(params, batch):
         return jnp.exp(row_loss(params, batch))
 
     for view in ("per_device", "global"):
         opt = so.ddp(optax.sgd(0.1), mesh, row_loss, view=view)
-        evaluate, state = evaluation(opt, [rows], evaluate_fn=perplexity), opt.init({"w": W})
+        evaluate = evaluation(opt, [rows], evaluate_fn=perplexity)
+        state = opt.init({"w": W})
         if view == "per_device":
             # one row alone is a mean of one
             evaluate = evaluation(opt, [rows_of(3)], evaluate_fn=perplexity)

@@ -54,7 +54,8 @@ def test_without_steps_left_fit_changes_nothing(opt, new_state, batches, num_ste
 
 @pytest.mark.parametrize("count", [0, 12, 20])
 def test_a_run_ends_when_its_batches_are_exhausted(opt, new_state, batches, memory, count):
-    checkpoints, logged = memory(5), []
+    checkpoints = memory(5)
+    logged = []
 
     def log(step, metrics):
         return logged.append(step)
@@ -95,7 +96,8 @@ def test_speed_counts_steps_and_examples(opt, new_state, batches):
 def test_evaluation_with_each_checkpoint_and_at_the_end(
     opt, new_state, batches, memory, metrics_at
 ):
-    checkpoints, seen = memory(10), []
+    checkpoints = memory(10)
+    seen = []
 
     def evaluate(state):
         seen.append(int(state.step))
@@ -123,7 +125,8 @@ def test_evaluations_come_at_their_interval(opt, new_state, batches, memory, met
     def evaluate(state):
         return {"at": int(state.step)}
 
-    checkpoints, logged = memory(10), []
+    checkpoints = memory(10)
+    logged = []
     result = fit(
         opt,
         new_state(),
@@ -239,7 +242,8 @@ class TroubleError(Exception):
 @pytest.mark.parametrize("failing_part", ["log", "evaluate", "batches", "step"])
 def test_exceptions_pass_through_after_cleanup(opt, new_state, batches, memory, failing_part):
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    checkpoints, closed = memory(5), []
+    checkpoints = memory(5)
+    closed = []
 
     def fail(*_):
         raise TroubleError

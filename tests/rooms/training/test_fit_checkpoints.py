@@ -48,10 +48,8 @@ def test_a_first_state_is_made_only_where_nothing_is_restored(
     opt, new_state, batches, same, tmp_path
 ):
     unbroken = fit(opt, new_state(), batches, num_steps=7, progress=False)
-    first, init_calls = (
-        so.training.DeferredInit({"w": np.zeros(4, np.float32), "b": np.float32(0)}),
-        [],
-    )
+    first = so.training.DeferredInit({"w": np.zeros(4, np.float32), "b": np.float32(0)})
+    init_calls = []
     counted = opt._replace(init=lambda *args: init_calls.append(args) or opt.init(*args))
     for target in (3, 7):
         with Checkpoints(tmp_path / "run", every=5, keep=2) as checkpoints:

@@ -30,7 +30,9 @@ def spoiled(batches, at, value=np.nan):
     ),
 )
 def test_it_stops_with_step_and_position(opt, new_state, batches, memory, at, log_every):
-    checkpoints, logged, drawn = memory(5), [], []
+    checkpoints = memory(5)
+    logged = []
+    drawn = []
     stream = (drawn.append(True) or batch for batch in spoiled(batches, at))
     with pytest.raises(NonFiniteLossError, match="nan") as caught:
         fit(
@@ -257,7 +259,9 @@ def rows(factors):
 
 
 def test_a_skipped_spike_is_logged_with_its_batch_and_the_run_goes_on(mesh_of, memory, capfd):
-    opt, logged, checkpoints = skipping(mesh_of(data=2)), {}, memory(4)
+    opt = skipping(mesh_of(data=2))
+    logged = {}
+    checkpoints = memory(4)
     batches = rows([1, 1, 1, 1, 1, 100, 1, np.nan, 1, 1])
     result = fit(
         opt,
@@ -311,7 +315,8 @@ def test_a_step_that_adds_up_gradients_after_a_skipped_update_is_not_skipped(mes
         return loss, {"stats": so.losses.Updated({"count": params["count"] + 1})}
 
     tx = optax.MultiSteps(so.transforms.skip_anomalies(optax.sgd(0.01), window=2), 3)
-    opt, logged = so.ddp(tx, mesh_of(data=2), loss_fn, rules=[("count", "frozen")]), {}
+    opt = so.ddp(tx, mesh_of(data=2), loss_fn, rules=[("count", "frozen")])
+    logged = {}
     result = fit(
         opt,
         opt.init({"w": jnp.zeros(()), "count": jnp.zeros(())}),

@@ -23,7 +23,8 @@ def lines_of(path):
 def test_norms_are_logged_at_their_steps_and_a_resumed_run_logs_each_once(
     opt, new_state, batches, tmp_path, memory
 ):
-    path, disk = tmp_path / "metrics.jsonl", {}
+    path = tmp_path / "metrics.jsonl"
+    disk = {}
     for num_steps in (6, 9):  # the first run is cut off after its checkpoint of step 4
         options = {
             "checkpoints": memory(4, disk=disk, resume=True),
@@ -42,7 +43,8 @@ def test_norms_are_logged_at_their_steps_and_a_resumed_run_logs_each_once(
         before = state.params
         w, b = (np.linalg.norm(before[name]) for name in ("w", "b"))
         state, metrics = opt.step(state, batch)
-        if (line := {line["step"]: line for line in norms}.get(i + 1)) is not None:
+        line = {line["step"]: line for line in norms}.get(i + 1)
+        if line is not None:
             np.testing.assert_allclose(
                 math.hypot(line["gradient_norm/w"], line["gradient_norm/b"]),
                 metrics["grad_norm"],
@@ -134,4 +136,5 @@ OPT = so.ddp(
     so.make_mesh(replica=2, data=4),
     lambda params, batch: jnp.mean(batch * params["w"]),
 )
-STATE, BATCH = so.training.DeferredInit({"w": np.ones((), np.float32)}), np.ones(8, np.float32)
+STATE = so.training.DeferredInit({"w": np.ones((), np.float32)})
+BATCH = np.ones(8, np.float32)

@@ -69,10 +69,8 @@ def test_values_are_found_by_key_paths_in_whatever_containers(mesh_of):
 def test_what_was_passed_outlives_the_step(mesh_of):
     opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), distilled, rules=FROZEN, min_shard_elements=8)
     state = opt.init(PARAMS)
-    held, numpy_held = (
-        jax.device_put(jnp.full((8, 8), 7.0), state.params["w"].sharding),
-        np.full((8, 8), 5, np.float32),
-    )
+    held = jax.device_put(jnp.full((8, 8), 7.0), state.params["w"].sharding)
+    numpy_held = np.full((8, 8), 5, np.float32)
     state = so.replace(state, params={"teacher": {"layers": [{"w": held}, {"w": numpy_held}]}})
     numpy_held[:] = 0
     state, _ = opt.step(state, X)

@@ -87,7 +87,8 @@ class OfProcess:
     """Batches of a process of its own: a state counts the batches that the process drew itself."""
 
     def __init__(self, rows):
-        self.rows, self.drawn = rows, 0
+        self.rows = rows
+        self.drawn = 0
 
     def __iter__(self):
         return self
@@ -251,7 +252,8 @@ def test_a_run_killed_between_checkpoints_takes_the_same_steps_again(
         def __init__(self):
             self.inner = iter(source(batches))
             if source is of_grain:
-                self.get_state, self.set_state = self.inner.get_state, self.inner.set_state
+                self.get_state = self.inner.get_state
+                self.set_state = self.inner.set_state
             self.left = kill_at
 
         def __iter__(self):
@@ -447,7 +449,8 @@ def test_data_in_another_order_warns(make):
 
     The same data is not warned of (and warnings are errors here).
     """
-    stream, rows = BatchStream(make(range(9))), np.random.default_rng(0).permutation(9).tolist()
+    stream = BatchStream(make(range(9)))
+    rows = np.random.default_rng(0).permutation(9).tolist()
     draw(stream, 5)
     put_back(make(range(9)), stream.position())
     message = (
@@ -463,11 +466,9 @@ def test_data_in_another_order_warns(make):
 def test_the_state_passed_is_freed_before_restoring(opt, new_state, batches, memory):
     checkpoints = memory(5)
     fit(opt, new_state(), of_list(batches), num_steps=5, checkpoints=checkpoints, progress=False)
-    resumed_checkpoints, state, freed = (
-        memory(5, disk=checkpoints.disk, resume=True),
-        new_state(),
-        [],
-    )
+    resumed_checkpoints = memory(5, disk=checkpoints.disk, resume=True)
+    state = new_state()
+    freed = []
     restore = resumed_checkpoints.restore
 
     def watch(opt, *, step):

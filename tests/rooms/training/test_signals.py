@@ -248,7 +248,9 @@ class Counting:
     """An iterator with a state, that waits for its end when it draws a batch."""
 
     def __init__(self, batches, stop_at=None):
-        self.batches, self.stop_at, self.drawn = batches, stop_at, 0
+        self.batches = batches
+        self.stop_at = stop_at
+        self.drawn = 0
 
     def __iter__(self):
         return self
@@ -325,7 +327,8 @@ def test_a_second_interrupt_leaves_an_evaluation_at_once(opt, new_state, batches
 def test_the_handler_of_the_user_is_called_once_the_run_has_saved(
     opt, new_state, batches, memory, number
 ):
-    checkpoints, saved_steps = memory(40), []
+    checkpoints = memory(40)
+    saved_steps = []
     previous = signal.signal(number, lambda *_: saved_steps.append(sorted(checkpoints.disk)))
     try:
         fit(

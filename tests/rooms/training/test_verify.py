@@ -62,8 +62,10 @@ def first_state(opt):
 def test_a_wrong_device_is_named_and_its_step_neither_counts_nor_is_saved(
     opt, now, tmp_path, stuck
 ):
-    fault, logged = faults.Fault(1, "gradient", "flip", index=9, bit=20, leaf=0), []
-    state, data = first_state(opt), with_fault(now, fault, 3, stuck=stuck)
+    fault = faults.Fault(1, "gradient", "flip", index=9, bit=20, leaf=0)
+    logged = []
+    state = first_state(opt)
+    data = with_fault(now, fault, 3, stuck=stuck)
     options = {"log": lambda step, metrics: logged.append(step), "log_every": 1, "progress": False}
     with (
         so.Checkpoints(tmp_path, every=2, keep=None) as checkpoints,
@@ -229,7 +231,8 @@ SPLIT = {
 def split_run(request):
     """The mesh of two by two devices, and a function that runs two steps on it."""
     mesh = so.make_mesh(data=2, **{request.param: 2}, devices=jax.devices()[:4])
-    opt, eye = SPLIT[request.param](mesh), np.eye(faults.WIDTH, dtype=np.float32)
+    opt = SPLIT[request.param](mesh)
+    eye = np.eye(faults.WIDTH, dtype=np.float32)
 
     def run(**options):
         state = opt.init({"blocks": {"w": np.stack([eye, eye])}, "embed": eye})
@@ -295,7 +298,8 @@ def test_a_thousand_random_faults_are_found_and_named(monkeypatch):
 
     The benchmark draws 10,000.
     """
-    now, rng = faults.install(monkeypatch, break_function), np.random.default_rng(2026)
+    now = faults.install(monkeypatch, break_function)
+    rng = np.random.default_rng(2026)
     counts = collections.Counter()
     for name in faults.strategies(jax.devices()):
         rig = faults.Rig(name, now, jax.devices())
@@ -316,9 +320,11 @@ def test_faults_in_whole_matrices_and_experts_are_found(monkeypatch):
 
     The device is named, or one of two suspects.
     """
-    now, rng = faults.install(monkeypatch, break_function), np.random.default_rng(2027)
+    now = faults.install(monkeypatch, break_function)
+    rng = np.random.default_rng(2027)
     for name in faults.further_strategies(jax.devices()):
-        rig, changed = faults.Rig(name, now, jax.devices()), 0
+        rig = faults.Rig(name, now, jax.devices())
+        changed = 0
         for number in range(25):
             fault = faults.draw(rng, 4)
             window = rig.window(1, number, fault, stuck=fault.kind == "stuck")

@@ -13,7 +13,8 @@ from support.trajectory import trajectory
 
 import shardopt as so
 
-N, STEPS = 3, 5
+N = 3
+STEPS = 5
 DRAW = np.random.default_rng(0)
 SHAPES = {"w": (4, 3), "b": (5,), "s": ()}
 PARAMS = {name: DRAW.normal(size=shape) for name, shape in SHAPES.items()}

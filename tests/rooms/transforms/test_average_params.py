@@ -14,7 +14,8 @@ from support.table import STRATEGIES
 
 import shardopt as so
 
-DECAY, STEPS = 0.8, 4
+DECAY = 0.8
+STEPS = 4
 INNER = {
     "adamw": lambda: optax.adamw(1e-2, eps=1e-4),
     "muon": lambda: optax.contrib.muon(1e-2),
@@ -27,7 +28,8 @@ def averaging(inner, **options):
 
 def reference_params(case, tx):
     """Return the parameters after each step of plain optax."""
-    treedef, leaves = jax.tree.structure(case.params), jax.tree.leaves(case.params)
+    treedef = jax.tree.structure(case.params)
+    leaves = jax.tree.leaves(case.params)
     trained = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
     def merge(new):
@@ -36,7 +38,8 @@ def reference_params(case, tx):
 
     tx = jitted(tx)
     grad = jax.jit(jax.grad(lambda new, batch: case.reference(merge(new), batch)))
-    params, history = [leaves[i] for i in trained], []
+    params = [leaves[i] for i in trained]
+    history = []
     names = [str(i) for i in trained]  # muon wants a tree of names
     opt_state = tx.init(dict(zip(names, params, strict=True)))
     for batch in case.batches:
@@ -112,10 +115,8 @@ def test_the_average_is_that_of_one_device(strategy, mesh, inner, options, mesh_
 def test_a_pipeline_averages_as_one_device(layout, mesh_of):
     with jax.enable_x64(True):
         case = block_problem("pytree", weighted=False, num_blocks=2, rows=8, steps=STEPS)
-        mesh, options = (
-            mesh_of(data=2, pipeline=2),
-            {"min_shard_elements": 8, "opt_state": layout},
-        )
+        mesh = mesh_of(data=2, pipeline=2)
+        options = {"min_shard_elements": 8, "opt_state": layout}
         opt = so.hybrid(
             averaging(INNER["adamw"]()),
             mesh,
@@ -212,11 +213,10 @@ def test_replicas_give_the_mean_of_their_averages(mesh_of):
         return jnp.mean((batch @ params["w"] - 1) ** 2)
 
     inner = so.ddp(averaging(optax.sgd(0.1)), mesh_of(replica=2, data=2), loss_fn)
-    opt, rows = (
-        so.local_sgd(inner, sync_every=3),
-        np.random.default_rng(0).normal(size=(2, 8, 3)).astype(np.float32),
-    )
-    state, history = opt.init({"w": jnp.ones(3)}), []
+    opt = so.local_sgd(inner, sync_every=3)
+    rows = np.random.default_rng(0).normal(size=(2, 8, 3)).astype(np.float32)
+    state = opt.init({"w": jnp.ones(3)})
+    history = []
     for batch in rows:
         state, _ = opt.step(state, batch)
         history.append(jax.device_get(state.opt_state.params.value["w"]))
@@ -227,7 +227,9 @@ def test_replicas_give_the_mean_of_their_averages(mesh_of):
 
 def follow(tx, values):
     """Return the averages of a parameter that takes these values."""
-    state, previous, averages = tx.init(jnp.float32(9.0)), 9.0, []
+    state = tx.init(jnp.float32(9.0))
+    previous = 9.0
+    averages = []
     for value in values:
         _, state = tx.update(jnp.float32(value - previous), state, jnp.float32(previous))
         previous = value
@@ -285,10 +287,8 @@ def test_a_checkpoint_holds_the_average_and_another_strategy_reads_it(mesh_of, t
     opt = so.zero(
         averaging(optax.sgd(0.1)), mesh_of(data=8), loss_fn, stage=1, min_shard_elements=1
     )
-    state, rows = (
-        opt.init({"w": jnp.ones((8, 8))}),
-        np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32),
-    )
+    state = opt.init({"w": jnp.ones((8, 8))})
+    rows = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
     run = [rows] * 4
     evaluate = so.training.evaluation(opt, [rows], params="average")
     with so.Checkpoints(tmp_path, every=2, keep=1, best="val_loss") as checkpoints:
@@ -329,7 +329,8 @@ def test_a_wrong_argument_is_refused(options, message):
 
 def test_a_state_without_an_average_is_refused(mesh_of):
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda params, batch: jnp.mean(batch) * params)
-    state, batch = opt.init(jnp.ones(())), np.ones(4, np.float32)
+    state = opt.init(jnp.ones(()))
+    batch = np.ones(4, np.float32)
     with pytest.raises(
         ValueError, match="the optimizer state has no average of the parameters"
     ) as error:

@@ -34,7 +34,8 @@ def dynamic_map(*, signed):
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_are_the_nearest_of_the_map(signed, x64):
-    table, draw = dynamic_map(signed=signed), np.random.default_rng(0)
+    table = dynamic_map(signed=signed)
+    draw = np.random.default_rng(0)
     assert len(table) == 256
     decoded = jax.jit(lambda codes: decode(codes, jnp.dtype(float), signed=signed))(
         np.arange(256, dtype=np.uint8)
@@ -79,10 +80,8 @@ def test_blocks_avoid_the_dims_that_are_sharded(shape, tile):
 def test_a_moment_is_within_half_a_cell_of_what_it_was(x64):
     draw = np.random.default_rng(1)
     grads = {"w": jnp.asarray(draw.normal(size=(64, 96)) * 10 ** draw.uniform(-4, 4, (64, 1)))}
-    tx, plain = (
-        jitted(so.transforms.eight_bit(optax.adam(0.1), min_elements=1024)),
-        jitted(optax.adam(0.1)),
-    )
+    tx = jitted(so.transforms.eight_bit(optax.adam(0.1), min_elements=1024))
+    plain = jitted(optax.adam(0.1))
     params = jax.tree.map(jnp.zeros_like, grads)
     updates, state = tx.update(grads, tx.init(params), params)
     expected, exact = plain.update(grads, plain.init(params), params)
@@ -144,7 +143,8 @@ def test_blocks_within_shards_need_no_collective_and_bytes_follow_the_formula(
     strategy, sizes, mesh_of
 ):
     rules = [("up", P(None, "tensor")), ("down", P("tensor"))] if "tensor" in sizes else ()
-    batch, reports = np.ones((32, 256), np.float32), []
+    batch = np.ones((32, 256), np.float32)
+    reports = []
     for tx in (optax.adam(1e-3), so.transforms.eight_bit(optax.adam(1e-3), min_elements=1024)):
         opt = STRATEGIES[strategy](tx, mesh_of(**sizes), loss_fn, rules=rules)
         state = opt.init({name: jnp.ones(shape) for name, shape in SHAPES.items()})
@@ -178,10 +178,8 @@ def test_equals_one_device_with_the_same_codes(strategy, data, tensor, model, me
 @pytest.mark.slow  # rooms/checkpoint restores any state; test_blocks_within_shards is of its places
 def test_codes_are_saved_and_restored_onto_another_mesh(mesh_of, tmp_path):
     params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
-    tx, batch = (
-        so.transforms.eight_bit(optax.adam(1e-3), min_elements=1024),
-        np.ones((32, 256), np.float32),
-    )
+    tx = so.transforms.eight_bit(optax.adam(1e-3), min_elements=1024)
+    batch = np.ones((32, 256), np.float32)
     opt = so.fsdp(tx, mesh_of(data=8), loss_fn)
     state, _ = opt.step(opt.init(params), batch)
     so.save(tmp_path / "one", state)

@@ -12,7 +12,8 @@ from support.tiers import tiered
 
 import shardopt as so
 
-T, R = so.transforms, so.reducers
+T = so.transforms
+R = so.reducers
 SIZE = 4
 
 

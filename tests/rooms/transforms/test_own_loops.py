@@ -16,7 +16,8 @@ from support.tiers import tiered
 
 import shardopt as so
 
-T, R = so.transforms, so.reducers
+T = so.transforms
+R = so.reducers
 LINKS = {
     "skip_anomalies": lambda: T.skip_anomalies(optax.adam(0.1)),
     "average_params": lambda: T.average_params(0.9),
@@ -174,7 +175,8 @@ def gradients_of_devices():
 
 @pytest.mark.parametrize("name", PER_DEVICE)
 def test_a_state_that_was_unreplicated_and_replicated_gives_nan_at_the_next_step(name):
-    tx, grads = PER_DEVICE[name](), gradients_of_devices()
+    tx = PER_DEVICE[name]()
+    grads = gradients_of_devices()
     devices = jax.devices()[:SIZE]
     init = jax.pmap(tx.init, axis_name="data", devices=devices)
     update = jax.pmap(
@@ -198,7 +200,8 @@ def test_a_state_that_was_unreplicated_and_replicated_gives_nan_at_the_next_step
     "name", ["error_feedback", "sign", "top_k", "power_sgd", "local_updates", "diloco"]
 )
 def test_a_state_made_outside_of_the_axis_and_replicated_takes_its_first_step(name):
-    tx, grads = PER_DEVICE[name](), gradients_of_devices()
+    tx = PER_DEVICE[name]()
+    grads = gradients_of_devices()
     params = jax.tree.map(lambda x: np.zeros_like(x[0]), grads)
     replicated = jax.tree.map(lambda x: np.stack([x] * SIZE), (tx.init(params), params))
     update = jax.pmap(
@@ -219,7 +222,8 @@ AROUND_ZERO = {
 @pytest.mark.parametrize("around", AROUND_ZERO)
 @pytest.mark.parametrize("name", [name for name in PER_DEVICE if "zero" in name])
 def test_a_link_around_a_state_that_zero_cuts_later_is_refused_with_a_remedy(name, around):
-    tx, grads = AROUND_ZERO[around](PER_DEVICE[name]()), gradients_of_devices()
+    tx = AROUND_ZERO[around](PER_DEVICE[name]())
+    grads = gradients_of_devices()
     params = jax.tree.map(lambda x: np.zeros_like(x[0]), grads)
     replicated = jax.tree.map(lambda x: np.stack([x] * SIZE), (tx.init(params), params))
     update = jax.pmap(tx.update, axis_name="data", devices=jax.devices()[:SIZE])
@@ -253,7 +257,8 @@ def test_a_state_of_another_number_of_devices_is_refused_with_a_remedy(name, way
         T.on_mesh(PER_DEVICE[name](), mesh_of(data=size), "data", own_params=own_params)
         for size in (8, 4)
     )
-    grads, params = {"w": jnp.ones((4, 8, 4))}, {"w": jnp.ones((8, 4))}
+    grads = {"w": jnp.ones((4, 8, 4))}
+    params = {"w": jnp.ones((8, 4))}
     state = jax.eval_shape(of_8.init, {"w": jnp.ones((8, 8, 4))} if own_params else params)
     params = grads if own_params else params
     split = P("data") if own_params else P()
@@ -261,9 +266,11 @@ def test_a_state_of_another_number_of_devices_is_refused_with_a_remedy(name, way
     def local(grads, state, params):
         return of_4.update({"w": grads["w"][0]}, state, params)
 
-    step, specs = of_4.update, of_4.specs(state)
+    step = of_4.update
+    specs = of_4.specs(state)
     if way == "shard_map":
-        in_specs, out_specs = (P("data"), specs, split), (split, specs)
+        in_specs = (P("data"), specs, split)
+        out_specs = (split, specs)
         step = jax.shard_map(local, mesh=mesh_of(data=4), in_specs=in_specs, out_specs=out_specs)
     with pytest.raises(ValueError, match=r"on_mesh: .* not that of 4 devices.*\nFix: .*resized"):
         jax.eval_shape(step, grads, state, params)
@@ -307,7 +314,8 @@ def test_gradients_that_are_averaged_already_are_refused_with_each_reason(
 def test_multi_steps_around_a_link_that_averages_is_named_by_the_error(name, mesh_of):
     tx = optax.MultiSteps(AVERAGED[name](), 2).gradient_transformation()
     stacked = T.on_mesh(tx, mesh_of(data=4), "data")
-    params, grads = {"w": jnp.ones((4, 4))}, {"w": jnp.ones((4, 4, 4))}
+    params = {"w": jnp.ones((4, 4))}
+    grads = {"w": jnp.ones((4, 4, 4))}
     state = jax.eval_shape(stacked.init, params)
     with pytest.raises(ValueError, match=r"optax\.MultiSteps is around.\n(.*\n)+Fix: .* after"):
         jax.eval_shape(stacked.update, grads, state, params)
@@ -385,7 +393,8 @@ def train_on_one_device(tx):
         updates, state = tx.update(jax.grad(loss_fn)(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
-    params, state = draw_params(), tx.init(draw_params())
+    params = draw_params()
+    state = tx.init(draw_params())
     for batch in draw_batches():
         params, state = step(params, state, batch)
     return params
@@ -399,7 +408,8 @@ def train_under_jit(tx, mesh):
         updates, state = tx.update(jax.grad(loss_fn)(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
-    replicated_sharding, rows = jax.NamedSharding(mesh, P()), jax.NamedSharding(mesh, P("data"))
+    replicated_sharding = jax.NamedSharding(mesh, P())
+    rows = jax.NamedSharding(mesh, P("data"))
     params = jax.device_put(draw_params(), replicated_sharding)
     state = tx.init(params)
     for batch in draw_batches():
@@ -495,7 +505,8 @@ def test_a_step_with_zero_is_compiled_once_although_leaves_of_its_state_stay_who
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_the_mean_of_local_parameters_is_local_sgd_in_a_loop_of_ones_own(every, mesh_of, x64):
-    tx, mesh = T.local_updates(optax.sgd(0.05, momentum=0.9), "data", every), mesh_of(data=4)
+    tx = T.local_updates(optax.sgd(0.05, momentum=0.9), "data", every)
+    mesh = mesh_of(data=4)
     stacked = T.on_mesh(tx, mesh, "data")
 
     def local_step(params, state, batch):
@@ -539,8 +550,11 @@ VMAPPED = {"seeds": jax.vmap, "two axes": nested, "last dim": lambda f: jax.vmap
 def test_zero_trains_several_seeds_at_once_and_still_warns_of_a_whole_state(
     name, whole, mesh_of, no_stored_programs
 ):
-    mesh, inner, transform = mesh_of(data=8), optax.adam(1e-2), VMAPPED[name]
-    tx, replicated = T.zero(inner, "data", mesh), jax.NamedSharding(mesh, P())
+    mesh = mesh_of(data=8)
+    inner = optax.adam(1e-2)
+    transform = VMAPPED[name]
+    tx = T.zero(inner, "data", mesh)
+    replicated = jax.NamedSharding(mesh, P())
     shape = {"seeds": (2, 16, 8), "two axes": (2, 3, 16, 8), "last dim": (16, 8, 2)}[name]
     params = jax.device_put(np.random.default_rng(0).normal(size=shape), replicated)
     state = transform(tx.init)(params)
@@ -632,7 +646,9 @@ def masked_batch():
 
 @pytest.mark.parametrize("way", ["pmap", "vmap", "checked shard_map"])
 def test_a_mean_over_valid_rows_is_exact_with_the_weight_of_each_device(way, ways, x64):
-    tx, params, batch = T.average_gradients("data"), np.ones((4, 3)), masked_batch()
+    tx = T.average_gradients("data")
+    params = np.ones((4, 3))
+    batch = masked_batch()
     expected = jax.grad(masked_loss)(params, batch)
 
     def run(params, batch):
@@ -651,7 +667,9 @@ def test_a_mean_over_valid_rows_is_exact_with_the_weight_of_each_device(way, way
 
 @pytest.mark.parametrize("kind", ["alone", "zero", "skipped", "clipped"])
 def test_weights_of_all_devices_under_jit_make_a_mean_over_valid_rows_exact(kind, mesh_of, x64):
-    mesh, params, batch = mesh_of(data=8), np.ones((4, 3)), masked_batch()
+    mesh = mesh_of(data=8)
+    params = np.ones((4, 3))
+    batch = masked_batch()
     chain = {
         "alone": MEAN,
         "zero": optax.chain(MEAN, T.zero(optax.identity(), "data")),
@@ -677,7 +695,9 @@ AROUND_ON_MESH = {
 
 @pytest.mark.parametrize("name", AROUND_ON_MESH)
 def test_a_transformation_around_on_mesh_passes_the_weights_on(name, mesh_of, x64):
-    mesh, params, batch = mesh_of(data=8), np.ones((4, 3)), masked_batch()
+    mesh = mesh_of(data=8)
+    params = np.ones((4, 3))
+    batch = masked_batch()
     tx = AROUND_ON_MESH[name](T.on_mesh(MEAN, mesh, "data"))
     grads_of = T.per_device_grads(jax.value_and_grad(masked_loss), mesh, "data")
     weights = jnp.asarray(batch["mask"]).reshape(8, 2).sum(1)
@@ -762,7 +782,8 @@ def test_unreduced_gradients_of_explicit_axes_are_reduced_by_the_link(name, x64)
         for _ in range(20):
             params, state = step(params, state, batch)
         text = step.lower(params, state, batch).compile().as_text()
-    expected, expected_state = np.ones((4, 3)), optimizer.init(np.ones((4, 3)))
+    expected = np.ones((4, 3))
+    expected_state = optimizer.init(np.ones((4, 3)))
     for _ in range(20):
         grads = jax.grad(masked_loss)(expected, masked_batch())
         updates, expected_state = optimizer.update(grads, expected_state)
@@ -816,7 +837,8 @@ PLAIN = {
     ),
 )
 def test_links_combine_in_each_order(name, loop, mesh_of):
-    tx, mesh = COMBINED[name](), mesh_of(data=8)
+    tx = COMBINED[name]()
+    mesh = mesh_of(data=8)
     plain = PLAIN["steps" if "steps" in name or name == "all" else "none"]()
     expected = jax.tree.map(np.float32, draw_params())
     plain_state = plain.init(expected)
@@ -834,7 +856,8 @@ def test_links_combine_in_each_order(name, loop, mesh_of):
 
     if loop == "shard_map":
         tx = T.on_mesh(tx, mesh, "data")
-        state, params = tx.init(start), start
+        state = tx.init(start)
+        params = start
         specs = tx.specs(state)
 
         def with_types(params, state, batch):
@@ -969,7 +992,8 @@ def test_a_state_whose_shards_the_loop_undoes_is_noticed_when_it_comes_in(
     undone, name, mesh_of, no_stored_programs
 ):
     mesh = mesh_of(data=8)
-    tx, replicated = WATCHED[name](mesh), jax.NamedSharding(mesh, P())
+    tx = WATCHED[name](mesh)
+    replicated = jax.NamedSharding(mesh, P())
 
     def step(params, state, batch):
         updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
@@ -977,7 +1001,8 @@ def test_a_state_whose_shards_the_loop_undoes_is_noticed_when_it_comes_in(
 
     step = jax.jit(step) if undone is None else UNDONE[undone](step, replicated)
     params = jax.device_put({"w": np.ones((16, 8)), "b": np.ones(8)}, replicated)
-    state, messages = tx.init(params), []
+    state = tx.init(params)
+    messages = []
     for _ in range(2):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -996,7 +1021,8 @@ def test_a_step_with_zero_is_exported_and_still_warns_where_it_runs(
     name, mesh_of, no_stored_programs
 ):
     mesh = mesh_of(data=8)
-    tx, replicated = WATCHED.get(name, WATCHED["adam"])(mesh), jax.NamedSharding(mesh, P())
+    tx = WATCHED.get(name, WATCHED["adam"])(mesh)
+    replicated = jax.NamedSharding(mesh, P())
 
     def step(params, state):
         updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
@@ -1022,7 +1048,8 @@ def test_a_step_with_zero_is_exported_and_still_warns_where_it_runs(
     jax.tree.map(np.testing.assert_array_equal, results, expected)
 
 
-AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+AUTO = jax.sharding.AxisType.Auto
+EXPLICIT = jax.sharding.AxisType.Explicit
 
 
 @pytest.mark.parametrize(
@@ -1067,7 +1094,8 @@ def test_a_state_that_differs_between_devices_without_a_mark_is_refused(name, wa
     mesh = mesh_of(data=4)
     tx = T.on_mesh(BEFORE_THE_MEAN[name](), mesh, "data", own_params="local" in name)
     params = {"w": jnp.ones((4, 4, 4) if "local" in name else (4, 4))}
-    state, grads = jax.eval_shape(tx.init, params), {"w": jnp.ones((4, 4, 4))}
+    state = jax.eval_shape(tx.init, params)
+    grads = {"w": jnp.ones((4, 4, 4))}
 
     def local(grads, state, params):
         return tx.update({"w": grads["w"][0]}, state, params)

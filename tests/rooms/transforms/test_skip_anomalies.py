@@ -11,7 +11,8 @@ from support.table import STRATEGIES
 
 import shardopt as so
 
-WINDOW, Z = 6, 3.0
+WINDOW = 6
+Z = 3.0
 INNER = {
     "momentum": lambda: optax.sgd(0.05, momentum=0.9),
     "clip_adamw": lambda: optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-2, eps=1e-4)),
@@ -36,7 +37,8 @@ def train_without(case, tx, window=WINDOW, norm_z=Z):
     def is_trained(x):
         return jnp.issubdtype(x.dtype, jnp.inexact)
 
-    params, tx = case.params, jitted(tx)
+    params = case.params
+    tx = jitted(tx)
     trained = jax.tree.map(lambda x: x if is_trained(x) else None, params)
     opt_state = tx.init(trained)
 
@@ -46,7 +48,9 @@ def train_without(case, tx, window=WINDOW, norm_z=Z):
         )
 
     grad = jax.jit(jax.value_and_grad(lambda trained, batch: case.reference(merge(trained), batch)))
-    losses, norms, skipped = [], [], []
+    losses = []
+    norms = []
+    skipped = []
     for step, batch in enumerate(case.batches):
         loss, grads = grad(trained, batch)
         norm = optax.tree.norm(grads)
@@ -73,7 +77,8 @@ def run(opt, case):
 
     Leaves that a skipped step must not change are compared by bits.
     """
-    state, skipped = opt.init(case.params), []
+    state = opt.init(case.params)
+    skipped = []
     for step, batch in enumerate(case.batches):
         before = jax.device_get((state.params, state.opt_state.inner))
         state, _ = opt.step(state, batch)
@@ -105,7 +110,8 @@ def test_around_accumulation_a_bad_gradient_does_not_enter_the_sum(outside, fina
 
     tx = skip(accumulate(optax.sgd(1.0))) if outside else accumulate(skip(optax.sgd(1.0)))
     params = jnp.zeros(())
-    state, update = tx.init(params), jax.jit(tx.update)
+    state = tx.init(params)
+    update = jax.jit(tx.update)
     for gradient in (1.0, np.nan, 3.0):
         updates, state = update(jnp.array(gradient), state, params)
         params = optax.apply_updates(params, updates)
@@ -147,10 +153,8 @@ def test_each_replica_of_local_sgd_decides_by_itself(mesh_of):
 
     One of all replicas stops them all.
     """
-    params, rows = (
-        {"w": jnp.ones(3)},
-        np.random.default_rng(0).normal(size=(7, 8, 3)).astype(np.float32),
-    )
+    params = {"w": jnp.ones(3)}
+    rows = np.random.default_rng(0).normal(size=(7, 8, 3)).astype(np.float32)
     rows[4, :4] *= 100
     rows[5] *= 100
     inner = so.ddp(
@@ -159,7 +163,8 @@ def test_each_replica_of_local_sgd_decides_by_itself(mesh_of):
         lambda params, batch: jnp.mean((batch @ params["w"]) ** 2),
     )
     opt = so.local_sgd(inner, sync_every=7)
-    state, skipped = opt.init(params), []
+    state = opt.init(params)
+    skipped = []
     for batch in rows:
         state, _ = opt.step(state, batch)
         skips = [
@@ -200,7 +205,8 @@ def test_statistics_of_a_skipped_step_stay(combine, mesh_of):
 def test_a_loss_at_another_level_is_taken_after_ten_skipped_steps():
     tx = jitted(so.transforms.skip_anomalies(optax.sgd(1.0), window=4, max_in_a_row=3))
     losses = [1.0, 1.1, 1.0, 1.1, 5.0, 5.1, 5.2, 5.1, 5.0, np.nan, 5.1]
-    state, skipped = tx.init(jnp.zeros(())), []
+    state = tx.init(jnp.zeros(()))
+    skipped = []
     for loss in losses:
         _, state = tx.update(jnp.ones(()), state, value=jnp.array(loss))
         skipped.append(bool(state.skipped))

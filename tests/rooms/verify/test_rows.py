@@ -69,7 +69,8 @@ def test_a_row_passes_and_has_room_for_other_compilers(training):
 
 @pytest.mark.fast
 def test_a_device_with_another_number_or_nan_is_found():
-    initial, expected = {"w": np.zeros(4)}, {"w": np.array([1.0, 2.0, 3.0, 4.0])}
+    initial = {"w": np.zeros(4)}
+    expected = {"w": np.array([1.0, 2.0, 3.0, 4.0])}
     sharding = jax.sharding.NamedSharding(
         jax.sharding.Mesh(np.array(PAIR), "d"), jax.sharding.PartitionSpec("d")
     )

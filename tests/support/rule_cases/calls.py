@@ -63,7 +63,8 @@ def rows_or_shared(rng: np.random.Generator, num_pieces: int) -> list[Operand]:
 
 def called(transform: Callable[[Function], Function], rng: np.random.Generator) -> RuleCase:
     """Return a case of a call of one of the plain functions."""
-    num_pieces, function = int(rng.choice([2, 3])), transform(PLAIN[rng.integers(len(PLAIN))])
+    num_pieces = int(rng.choice([2, 3]))
+    function = transform(PLAIN[rng.integers(len(PLAIN))])
     shapes = draw_shapes(rng, num_pieces, 2)
     operands = draw_operands(rng, shapes, np.float64, num_pieces, 2)
     return RuleCase(operands, (function, function), num_pieces)
@@ -88,7 +89,8 @@ BACKWARD: list[Callable[..., tuple[Any, Any]]] = [
 
 def custom_vjp(rng: np.random.Generator) -> RuleCase:
     """Return a case of a product with one of the backward rules."""
-    rule, num_pieces = BACKWARD[rng.integers(len(BACKWARD))], int(rng.choice([2, 3]))
+    rule = BACKWARD[rng.integers(len(BACKWARD))]
+    num_pieces = int(rng.choice([2, 3]))
     product = jax.custom_vjp(lambda x, y: x * y)
     product.defvjp(lambda x, y: (x * y, (x, y)), lambda saved, ct: rule(*saved, ct))
     return _trained(rows_or_shared(rng, num_pieces), product, num_pieces)
@@ -121,8 +123,11 @@ FORWARD: list[Callable[..., Any]] = [
 
 def weights_and_rows(rng: np.random.Generator) -> RuleCase:
     """Return a case of weights times rows, with one of the backward rules."""
-    num_pieces, rows, features = int(rng.choice([2, 3])), int(rng.integers(1, 4)), 2
-    rule, forward = OF_WEIGHTS[rng.integers(len(OF_WEIGHTS))], FORWARD[rng.integers(len(FORWARD))]
+    num_pieces = int(rng.choice([2, 3]))
+    rows = int(rng.integers(1, 4))
+    features = 2
+    rule = OF_WEIGHTS[rng.integers(len(OF_WEIGHTS))]
+    forward = FORWARD[rng.integers(len(FORWARD))]
     product = jax.custom_vjp(FORWARD[rng.integers(4)])
     product.defvjp(lambda w, x: (forward(w, x), (w, x)), lambda saved, ct: rule(*saved, ct))
     shared = [Same(), Same(), Same(Fraction(1, num_pieces)), Total(Fraction(1))][rng.integers(4)]
@@ -196,7 +201,9 @@ def _trained(operands: list[Operand], function: Function, num_pieces: int) -> Ru
 
 def linear_solve(rng: np.random.Generator) -> RuleCase:
     """Return a case of a solver, which may mix the right sides."""
-    num_pieces, size, rows = int(rng.choice([2, 3])), 2, int(rng.integers(1, 3))
+    num_pieces = int(rng.choice([2, 3]))
+    size = 2
+    rows = int(rng.integers(1, 3))
     relation = [Split(0), Same(), Total(Fraction(1)), Split(0, ratio=Fraction(2))][rng.integers(4)]
     times = num_pieces if isinstance(relation, Split) else 1
     right = Operand(relation, ((rows * times, size), (rows, size)))
@@ -221,7 +228,9 @@ def linear_solve(rng: np.random.Generator) -> RuleCase:
 
 def solved_rows(rng: np.random.Generator) -> RuleCase:
     """Return a case of a system for each row, whose solver and transposed solver may mix rows."""
-    num_pieces, rows, size = int(rng.choice([2, 3])), int(rng.integers(1, 3)), 2
+    num_pieces = int(rng.choice([2, 3]))
+    rows = int(rng.integers(1, 3))
+    size = 2
     sizes: Shapes = (rows * num_pieces, size), (rows, size)
     squares: Shapes = (*sizes[0], size), (*sizes[1], size)
     matrices = Operand([Split(0), Split(0), Same()][rng.integers(3)], squares)
@@ -282,7 +291,10 @@ def row_maximum(rng: np.random.Generator) -> RuleCase:
 
 def attention(rng: np.random.Generator) -> RuleCase:
     """Return a case of attention over the positions of all devices."""
-    num_pieces, length, sequences, features = int(rng.choice([2, 3])), int(rng.integers(1, 4)), 2, 3
+    num_pieces = int(rng.choice([2, 3]))
+    length = int(rng.integers(1, 4))
+    sequences = 2
+    features = 3
     sizes: Shapes = (sequences, length * num_pieces, features), (sequences, length, features)
     relations = [Split(1) if rng.random() < 0.8 else Same() for _ in range(3)]
     ratio = Fraction(2) if rng.random() < 0.2 else Fraction(1)
@@ -302,7 +314,8 @@ def attention(rng: np.random.Generator) -> RuleCase:
 
 def numbers_of_positions(rng: np.random.Generator) -> RuleCase:
     """Return a case of the numbers of a piece's positions."""
-    num_pieces, length = int(rng.choice([2, 3])), int(rng.integers(1, 4))
+    num_pieces = int(rng.choice([2, 3]))
+    length = int(rng.integers(1, 4))
 
     count = [lambda T: T, lambda T: T, lambda T: 2 * T, lambda T: 3, lambda T: T + 1][
         rng.integers(5)

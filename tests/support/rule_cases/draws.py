@@ -56,7 +56,8 @@ def one_key(rng: np.random.Generator) -> Relation:
 
 def shared_key(rng: np.random.Generator) -> RuleCase:
     """Return a case of one key, which each piece has for itself or all pieces share."""
-    num_pieces, rows = int(rng.choice([2, 3])), int(rng.integers(2, 4))
+    num_pieces = int(rng.choice([2, 3]))
+    rows = int(rng.integers(2, 4))
     kind = int(rng.integers(8))
 
     def function(rows: int) -> Callable[[jax.Array], jax.Array]:
@@ -80,7 +81,8 @@ def shared_key(rng: np.random.Generator) -> RuleCase:
 
 def keys_of_rows(rng: np.random.Generator) -> RuleCase:
     """Return a case of a key for each row."""
-    num_pieces, rows = int(rng.choice([2, 3])), int(rng.integers(1, 4))
+    num_pieces = int(rng.choice([2, 3]))
+    rows = int(rng.integers(1, 4))
     relation = [Split(0), Split(0), Split(0, drawn=True), Split(0, ratio=Fraction(2))][
         rng.integers(4)
     ]
@@ -96,7 +98,8 @@ def keys_of_rows(rng: np.random.Generator) -> RuleCase:
 
 def folded(rng: np.random.Generator) -> RuleCase:
     """Return a case of a number that is folded into a key."""
-    num_pieces, rows = int(rng.choice([2, 3])), int(rng.integers(2, 4))
+    num_pieces = int(rng.choice([2, 3]))
+    rows = int(rng.integers(2, 4))
     sizes = rows * num_pieces, rows
     numbers = [
         Known(np.arange(sizes[0]), np.arange(sizes[1])),
@@ -119,7 +122,8 @@ def folded(rng: np.random.Generator) -> RuleCase:
 
 def seeded(rng: np.random.Generator) -> RuleCase:
     """Return a case of seeds."""
-    num_pieces, rows = int(rng.choice([2, 3])), int(rng.integers(1, 4))
+    num_pieces = int(rng.choice([2, 3]))
+    rows = int(rng.integers(1, 4))
     relation = [Split(0), Split(0, ratio=Fraction(2)), Split(0, drawn=True)][rng.integers(3)]
     seeds = Operand(relation, ((rows * num_pieces,), (rows,)), np.int32)
 
@@ -157,7 +161,8 @@ def shared_numbers(
     if not any(isinstance(relation, Split) for relation in relations[:2]):
         return None
     for draws, other_draws, keys, other_keys in (whole_results, *pieces):
-        keys, other_keys = keys.reshape(-1, 2), other_keys.reshape(-1, 2)
+        keys = keys.reshape(-1, 2)
+        other_keys = other_keys.reshape(-1, 2)
         if len(np.unique(keys, axis=0)) < len(keys):
             return "turns share a key"
         is_one_draw = len(keys) == 1 and draws.shape == other_draws.shape
@@ -168,8 +173,10 @@ def shared_numbers(
 
 def two_draws(rng: np.random.Generator) -> RuleCase:
     """Return a case of two draws, with keys that are made of one."""
-    num_pieces, rows = int(rng.choice([2, 3])), int(rng.integers(2, 4))
-    makers, shapes = (_makers(rng), _makers(rng)), rng.integers(0, 5, 2)
+    num_pieces = int(rng.choice([2, 3]))
+    rows = int(rng.integers(2, 4))
+    makers = (_makers(rng), _makers(rng))
+    shapes = rng.integers(0, 5, 2)
     all_rows = rows * num_pieces
 
     def function(rows: int) -> Callable[[jax.Array], Any]:
@@ -187,9 +194,13 @@ def two_draws(rng: np.random.Generator) -> RuleCase:
 
 def draws_in_turns(rng: np.random.Generator) -> RuleCase:
     """Return a case of draws in turns, whose keys a carry passes on, and of a draw outside."""
-    num_pieces, rows = int(rng.choice([2, 3])), int(rng.integers(2, 4))
-    used, passed_on, outside = _makers(rng), _makers(rng), _makers(rng)
-    counts, draws_after = bool(rng.random() < 0.3), bool(rng.random() < 0.5)
+    num_pieces = int(rng.choice([2, 3]))
+    rows = int(rng.integers(2, 4))
+    used = _makers(rng)
+    passed_on = _makers(rng)
+    outside = _makers(rng)
+    counts = bool(rng.random() < 0.3)
+    draws_after = bool(rng.random() < 0.5)
 
     def function(rows: int) -> Callable[[jax.Array], Any]:
         def turn(key: jax.Array, i: jax.Array) -> Any:

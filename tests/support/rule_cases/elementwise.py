@@ -62,12 +62,16 @@ def selected(rng: np.random.Generator) -> RuleCase:
 
 def counted(rng: np.random.Generator) -> RuleCase:
     """Return a case of a count along a dim: of rows, or of more numbers than the proof computes."""
-    num_pieces, dim = int(rng.choice([2, 3])), int(rng.integers(2))
+    num_pieces = int(rng.choice([2, 3]))
+    dim = int(rng.integers(2))
     length = int(rng.choice([3, 5000]))
     dtype = np.dtype(rng.choice(["int8", "uint32", "int64", "float32"]))
     times = num_pieces
     if rng.random() < 0.3:  # more than is computed
-        length, dtype, dim, times = 2**21 + 8, np.dtype("int8"), 0, 1
+        length = 2**21 + 8
+        dtype = np.dtype("int8")
+        dim = 0
+        times = 1
 
     def function(rows: int, length: int) -> Callable[..., Any]:
         shape = (length, rows) if dim == 0 else (rows, length)

@@ -63,11 +63,13 @@ def draw_lookup(rng: np.random.Generator) -> Lookup:
     operand = draw_shapes(rng, num_pieces, int(rng.integers(1, 4)), sizes=(1, 2, 3), most_uneven=1)
     ndim = len(operand[0])
     batch = draw_shapes(rng, num_pieces, int(rng.integers(0, 3)), sizes=(1, 2, 3), most_uneven=1)
-    batching, index_batching = (), ()
+    batching = ()
+    index_batching = ()
     dims = list(map(int, rng.permutation(ndim)))
     if rng.random() < 0.4 and batch[0]:
         place = int(rng.integers(len(batch[0])))
-        batching, index_batching = (dims.pop(),), (place,)
+        batching = (dims.pop(),)
+        index_batching = (place,)
         batch = tuple(  # pyright: ignore
             (*sizes[:place], shape[batching[0]], *sizes[place + 1 :])
             for sizes, shape in zip(batch, operand, strict=True)
@@ -80,7 +82,8 @@ def draw_lookup(rng: np.random.Generator) -> Lookup:
                 for sizes, shape in zip(batch, operand, strict=True)
             )
     index_map = tuple(dims[: rng.integers(0 if len(dims) == 0 else 1, min(2, len(dims)) + 1)])
-    whole_sizes, piece = [1] * ndim, [1] * ndim
+    whole_sizes = [1] * ndim
+    piece = [1] * ndim
     collapsed = []
     for dim in range(ndim):
         if dim in batching:
@@ -97,7 +100,8 @@ def draw_lookup(rng: np.random.Generator) -> Lookup:
     offsets = tuple(sorted(map(int, rng.permutation(rank)[: len(window)])))
     slices = []
     for sizes, rows in ((whole_sizes, batch[0]), (piece, batch[1])):
-        in_window, in_batch = iter(sizes[dim] for dim in window), iter(rows)
+        in_window = iter(sizes[dim] for dim in window)
+        in_batch = iter(rows)
         slices.append(
             tuple(next(in_window) if dim in offsets else next(in_batch) for dim in range(rank))
         )
@@ -155,7 +159,8 @@ def gathered(rng: np.random.Generator) -> RuleCase:
     """Return a case of a lookup with random places of dims."""
     lookup = draw_lookup(rng)
     numbers = lax.GatherDimensionNumbers(lookup.offsets, lookup.collapsed, lookup.index_map, lookup.batching, lookup.index_batching)  # fmt: skip
-    mode, fill = MODES[rng.integers(2)], [None, 7][int(rng.random() < 0.3)]
+    mode = MODES[rng.integers(2)]
+    fill = [None, 7][int(rng.random() < 0.3)]
     runs = [
         functools.partial(
             lax.gather, dimension_numbers=numbers, slice_sizes=sizes, mode=mode, fill_value=fill
@@ -188,7 +193,8 @@ def _labels(rng: np.random.Generator, shape: Shapes) -> Operand:
 
 def rows_of_table(rng: np.random.Generator) -> RuleCase:
     """Return a case of entries of a table that labels of rows choose, along any dim of the table."""
-    num_pieces, rows = draw_pieces(rng), int(rng.integers(1, 4))
+    num_pieces = draw_pieces(rng)
+    rows = int(rng.integers(1, 4))
     dim = int(rng.integers(2))
     table = Operand(
         [Same(), Same(Fraction(2)), Same(Fraction(1, num_pieces)), Total(Fraction(1))][
@@ -207,7 +213,9 @@ def rows_of_table(rng: np.random.Generator) -> RuleCase:
 
 def slices_of_rows(rng: np.random.Generator) -> RuleCase:
     """Return a case of slices of rows, whose starts are the same in all pieces."""
-    num_pieces, rows, features = draw_pieces(rng), int(rng.integers(1, 4)), 3
+    num_pieces = draw_pieces(rng)
+    rows = int(rng.integers(1, 4))
+    features = 3
     sizes: Shapes = (rows * num_pieces, features), (rows, features)
     relation = [Split(0), Same(), Split(0, ratio=Fraction(2))][rng.integers(3)]
     takes_rows, takes_features = rng.random(2) < 0.5
@@ -230,7 +238,8 @@ def entries_of_rows(function: str, rng: np.random.Generator) -> RuleCase:
     """Return a case of an entry of each row, which a label of this row chooses: it is read, written
     or added to.
     """
-    num_pieces, rows = draw_pieces(rng), int(rng.integers(1, 4))
+    num_pieces = draw_pieces(rng)
+    rows = int(rng.integers(1, 4))
     sizes: Shapes = (rows * num_pieces, 3), (rows, 3)
     ratio = [Fraction(1), Fraction(1), Fraction(2)][rng.integers(3)]
     entries = Operand([Split(0, ratio=ratio), Same(ratio)][rng.integers(2)], sizes)
@@ -271,7 +280,8 @@ def applied(rng: np.random.Generator) -> RuleCase:
 def _slice_case(rng: np.random.Generator, updates: bool) -> RuleCase:
     num_pieces = draw_pieces(rng)
     shapes = draw_shapes(rng, num_pieces, int(rng.integers(1, 4)), sizes=(1, 2, 3))
-    whole_sizes, piece = list(shapes[0]), list(shapes[1])
+    whole_sizes = list(shapes[0])
+    piece = list(shapes[1])
     for dim in range(len(whole_sizes)):
         style = rng.random()
         if style < 0.25:

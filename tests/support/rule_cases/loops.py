@@ -42,8 +42,10 @@ TURNS: list[Callable[..., tuple[Any, Any]]] = [
 
 def scan(rng: np.random.Generator) -> RuleCase:
     """Return a case of a scan that has as many turns in the whole as in a piece."""
-    num_pieces, turn = int(rng.choice([2, 3])), TURNS[rng.integers(len(TURNS))]
-    shapes, length = draw_shapes(rng, num_pieces, int(rng.integers(0, 3))), int(rng.integers(1, 4))
+    num_pieces = int(rng.choice([2, 3]))
+    turn = TURNS[rng.integers(len(TURNS))]
+    shapes = draw_shapes(rng, num_pieces, int(rng.integers(0, 3)))
+    length = int(rng.integers(1, 4))
     const, start, scanned = draw_operands(rng, shapes, np.float64, num_pieces, 3)
     whole_shape, piece = ((length, *shape) for shape in shapes)
     relation = scanned.relation
@@ -58,7 +60,8 @@ def scan(rng: np.random.Generator) -> RuleCase:
 
 def scan_over_rows(rng: np.random.Generator) -> RuleCase:
     """Return a case of a scan that has about n times as many turns in the whole."""
-    num_pieces, turn = int(rng.choice([2, 3])), TURNS[rng.integers(len(TURNS))]
+    num_pieces = int(rng.choice([2, 3]))
+    turn = TURNS[rng.integers(len(TURNS))]
     shape = tuple(int(rng.integers(1, 4)) for _ in range(rng.integers(0, 2)))
     # equal entries may be as many as rows
     whole_shape = tuple(size * num_pieces for size in shape) if rng.random() < 0.2 else shape
@@ -94,7 +97,8 @@ def _scan(
 
 def counted_turns(rng: np.random.Generator) -> RuleCase:
     """Return a case of a loop whose number of turns is another function of the rows."""
-    num_pieces, rows = int(rng.choice([2, 3])), int(rng.integers(1, 4))
+    num_pieces = int(rng.choice([2, 3]))
+    rows = int(rng.integers(1, 4))
     turns = [
         lambda rows: rows,
         lambda rows: rows - 1,
@@ -143,7 +147,8 @@ def while_loop(rng: np.random.Generator) -> RuleCase:
 
 def while_loop_of_rows(rng: np.random.Generator) -> RuleCase:
     """Return a case of a vmapped loop: each row has its own number of turns."""
-    num_pieces, turn = int(rng.choice([2, 3])), TURNS[rng.integers(len(TURNS))]
+    num_pieces = int(rng.choice([2, 3]))
+    turn = TURNS[rng.integers(len(TURNS))]
     shapes = draw_shapes(rng, num_pieces, int(rng.integers(1, 3)))
     step, start = draw_operands(rng, shapes, np.float64, num_pieces, 2)
     of_rows: Shapes = (shapes[0][:1], shapes[1][:1])

@@ -34,7 +34,8 @@ def moved(
 
 def reshaped(rng: np.random.Generator) -> RuleCase:
     """Return a case of a reshape between two groupings of the same small dims."""
-    num_pieces, count = draw_pieces(rng), int(rng.integers(1, 5))
+    num_pieces = draw_pieces(rng)
+    count = int(rng.integers(1, 5))
     piece = [int(rng.integers(1, 4)) for _ in range(count)]
     whole_sizes = list(piece)
     for dim in rng.permutation(count)[: rng.integers(0, 3)]:
@@ -50,7 +51,8 @@ def reshaped(rng: np.random.Generator) -> RuleCase:
     def cuts() -> list[int]:
         return [i for i in range(1, count) if rng.random() < 0.5]
 
-    old, new = grouped(cuts()), grouped(cuts())
+    old = grouped(cuts())
+    new = grouped(cuts())
     operands = draw_operands(rng, old, jnp.dtype(rng.choice(DTYPES)), num_pieces, 1)
     runs = [functools.partial(lax.reshape, new_sizes=shape) for shape in new]
     return RuleCase(operands, (runs[0], runs[1]), num_pieces)
@@ -188,7 +190,8 @@ def joined(rng: np.random.Generator) -> RuleCase:
 
 def joined_columns(rng: np.random.Generator) -> RuleCase:
     """Return a case of indices [rows, 1] of several dims that are put side by side."""
-    num_pieces, rows = draw_pieces(rng), int(rng.integers(1, 4))
+    num_pieces = draw_pieces(rng)
+    rows = int(rng.integers(1, 4))
     shapes: Shapes = ((rows * num_pieces, 1), (rows, 1))
     dtype = np.dtype(np.int32)
     operands = draw_operands(rng, shapes, dtype, num_pieces, 2, (Same, Split, Known))
@@ -201,7 +204,8 @@ def joined_columns(rng: np.random.Generator) -> RuleCase:
 
 def columns_sliced(rng: np.random.Generator) -> RuleCase:
     """Return a case of a slice of columns of several relations."""
-    num_pieces, rows = draw_pieces(rng), int(rng.integers(1, 4))
+    num_pieces = draw_pieces(rng)
+    rows = int(rng.integers(1, 4))
     shapes: Shapes = ((rows * num_pieces, 3), (rows, 3))
     column: Shapes = ((rows * num_pieces, 1), (rows, 1))
     columns = Columns(
@@ -218,7 +222,8 @@ def columns_sliced(rng: np.random.Generator) -> RuleCase:
 
 def _split(rng: np.random.Generator, shapes: Shapes, num_pieces: int) -> list[Callable]:
     dim = int(rng.integers(len(shapes[0])))
-    whole_size, piece = shapes[0][dim], shapes[1][dim]
+    whole_size = shapes[0][dim]
+    piece = shapes[1][dim]
     cut = int(rng.integers(0, piece + 1))
     style = rng.choice(["same", "scaled", "other"])
     first = {

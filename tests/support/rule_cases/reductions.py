@@ -80,7 +80,11 @@ def windowed(reducer: str, rng: np.random.Generator) -> RuleCase:
     """Return a case of a window with random sizes, strides, dilations and padding."""
     num_pieces = draw_pieces(rng)
     shapes = draw_shapes(rng, num_pieces, int(rng.integers(1, 4)), sizes=(1, 2, 3))
-    window, strides, base, dilations, padding = [], [], [], [], []
+    window = []
+    strides = []
+    base = []
+    dilations = []
+    padding = []
     for _ in shapes[0]:
         trivial = rng.random() < 0.6
         window.append(1 if trivial else int(rng.integers(1, 3)))
@@ -135,7 +139,8 @@ def definite(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) 
 
 def solved(rng: np.random.Generator) -> RuleCase:
     """Return a case of triangular systems, with rows as systems or as columns of a right side."""
-    num_pieces, is_left_side = draw_pieces(rng), bool(rng.random() < 0.6)
+    num_pieces = draw_pieces(rng)
+    is_left_side = bool(rng.random() < 0.6)
     batch = draw_shapes(rng, num_pieces, int(rng.integers(0, 2)), sizes=(1, 2, 3))
     columns = int(rng.integers(1, 4))
     factor = num_pieces if rng.random() < 0.5 else 1
@@ -225,7 +230,8 @@ def convolved(rng: np.random.Generator) -> RuleCase:
         )
         return groups, batch_groups, image, kernel
 
-    strides, padding = int(rng.integers(1, 3)), (int(rng.integers(0, 3)), int(rng.integers(0, 2)))
+    strides = int(rng.integers(1, 3))
+    padding = (int(rng.integers(0, 3)), int(rng.integers(0, 2)))
     dilations = int(rng.integers(1, 3)), int(rng.integers(1, 3))
     names = [
         str(rng.choice(options))

@@ -71,12 +71,14 @@ def product_of_one_row(rng: np.random.Generator) -> RuleCase:
 
 def broadcast_of_one_row(rng: np.random.Generator) -> RuleCase:
     """Return a case of one row that is repeated for all rows, or of rows that stay as they are."""
-    num_pieces, rows = int(rng.choice([2, 3])), int(rng.integers(1, 3))
+    num_pieces = int(rng.choice([2, 3]))
+    rows = int(rng.integers(1, 3))
     is_shared = rng.random() < 0.6
     sizes: Shapes = (1, SIZE), (1, SIZE)
     relation: Relation = [Same(), Same(Fraction(2))][rng.integers(2)]
     if not is_shared:
-        sizes, relation = ((num_pieces * rows, SIZE), (rows, SIZE)), Split(0)
+        sizes = ((num_pieces * rows, SIZE), (rows, SIZE))
+        relation = Split(0)
     others: list[Callable[[Any], Any]] = [
         lambda x: x,
         lambda x: x,
@@ -95,7 +97,8 @@ def broadcast_of_one_row(rng: np.random.Generator) -> RuleCase:
 
 def looked_up_in_rows(rng: np.random.Generator) -> RuleCase:
     """Return a case of `jnp.take_along_axis`, whose dims of size 1 are broadcast."""
-    num_pieces, rows = int(rng.choice([2, 3])), int(rng.choice([1, 1, 2]))
+    num_pieces = int(rng.choice([2, 3]))
+    rows = int(rng.choice([1, 1, 2]))
     dim = int(rng.integers(2))
     sizes: Shapes = (num_pieces * rows, 3), (rows, 3)
     widths = (sizes[0][0], 1), (rows, 1)

@@ -173,7 +173,8 @@ elif __name__ == "__main__" and sys.argv[1] == "sparse":
     name = f"{sys.argv[2].split(':')[0]}_sparse_core_{version('libtpu')}.hlo"
     Path(__file__).with_name(name).write_text(trimmed(text))
 elif __name__ == "__main__":
-    platform, topology = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "h100:1x1x8"
+    platform = sys.argv[1]
+    topology = sys.argv[2] if len(sys.argv) > 2 else "h100:1x1x8"
     options = {"xla_gpu_autotune_level": "0"} if platform == "gpu" else {}
     for make in (collectives, fsdp):
         text = make(devices(platform, topology)).compile(compiler_options=options).as_text()
