@@ -84,8 +84,7 @@ def show(config: Config, group: str, found: dict[str, Any]) -> None:
     """Print a group: that all agree, then who was how fast and how large."""
     print(f"\n{config.name}, {group}: losses of the first {CHECKED_STEPS} steps")
     for name, losses in found["losses"].items():
-        off = found["differences"][name]
-        curve = " ".join(f"{loss:.5f}" for loss in losses)
+        off, curve = found["differences"][name], " ".join(f"{loss:.5f}" for loss in losses)
         print(f"  {name:15} {curve}  off by {off['loss']:.0e}, norms by {off['grad_norm']:.0e}")
     print(
         "                  tokens/s  first step  MB imported, peak, peak of steps, compiled  lines "
@@ -147,8 +146,7 @@ def main() -> None:
     }
     more = []
     for name, other in OTHERS.items():
-        python = getattr(options, name)
-        if python:
+        if python := getattr(options, name):
             results[name] = versions_of(python, name, "jax")
             more += [Contestant(name, strategy, 1, python) for strategy in other.strategies]
 

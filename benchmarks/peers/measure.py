@@ -104,8 +104,7 @@ def agreement(
       SystemExit: if they are further apart than the tolerances in one of the first steps.
     """
     reference = np.array(next(iter(seen.values())))[:CHECKED_STEPS]
-    differences = {}
-    wrong = []
+    differences, wrong = {}, []
     for name, results in seen.items():
         loss, norm = np.max(np.abs(np.array(results)[:CHECKED_STEPS] / reference - 1), axis=0)
         differences[name] = {"loss": float(loss), "grad_norm": float(norm)}

@@ -37,8 +37,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(sizes), 2, squeeze=False)
     for (speed, memory), size in zip(grid, sizes, strict=True):
-        rows = size["processes"]["contestants"]
-        config = size["config"]
+        rows, config = size["processes"]["contestants"], size["config"]
         _bars(speed, rows, lambda row: row["tokens_per_second"] / 1e3, "{:.1f}")
         _bars(memory, rows, lambda row: row["peak_bytes"] / 1e6, "{:,.0f}")
         shape = (

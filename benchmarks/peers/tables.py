@@ -11,8 +11,7 @@ from typing import Any
 
 from .gpu import NOT_MEASURED
 
-BEGIN = "<!-- peers: written by benchmarks/peers/tables.py -->"
-END = "<!-- /peers -->"
+BEGIN, END = "<!-- peers: written by benchmarks/peers/tables.py -->", "<!-- /peers -->"
 ROOT = Path(__file__).parents[2]
 _NAMES = {
     "shardopt": "**shardopt**",
@@ -108,8 +107,7 @@ def _cell(group: dict[str, Any], strategy: str, *, memory: bool) -> str:
         group["contestants"][f"{library} {strategy}"] for library in ("shardopt", "torch")
     )
     speed = group["speed_ratios"][f"shardopt {strategy} / torch {strategy}"]
-    peak = ours["peak_bytes"] / 1e6
-    of_theirs = ours["peak_bytes"] / theirs["peak_bytes"]
+    peak, of_theirs = ours["peak_bytes"] / 1e6, ours["peak_bytes"] / theirs["peak_bytes"]
     held = f", {peak:,.0f} MB ({of_theirs:.2f})" if memory else ""
     return f"{ours['tokens_per_second']:,.0f} ({speed:.2f}){held}"
 
@@ -179,8 +177,7 @@ def full_section(record: dict[str, Any], gpu: dict[str, Any] | None = None) -> s
     """Return the section of docs/notes/peers.md: every contestant at every size, each run with its
     date, and the GPU.
     """
-    versions = record["versions"]
-    results = record["results"]
+    versions, results = record["versions"], record["results"]
     groups = [size["processes"] for size in results["cpu"].values() if "processes" in size]
     cores = {group["cores"] for group in groups}
     where = (
@@ -228,8 +225,7 @@ def stored(name: str) -> dict[str, Any] | None:
 def sections() -> dict[str, str]:
     """Return {page: section} of the stored results."""
     record = stored("peers")
-    short = short_section(record)
-    full = full_section(record, stored("peers_gpu"))
+    short, full = short_section(record), full_section(record, stored("peers_gpu"))
     return {"docs/benchmarks.md": short, "docs/notes/peers.md": full}
 
 

@@ -8,15 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-LEARNING_RATE = 1e-3
-B1 = 0.9
-B2 = 0.95
-EPS = 1e-8
-WEIGHT_DECAY = 0.1
+LEARNING_RATE, B1, B2, EPS, WEIGHT_DECAY = 1e-3, 0.9, 0.95, 1e-8, 0.1
 """AdamW, the same for all, on every leaf."""
 
-MUON_RATE = 1e-2
-MUON_MOMENTUM = 0.95
+MUON_RATE, MUON_MOMENTUM = 1e-2, 0.95
 """Muon, the same for all, on the products of blocks; the rest goes to AdamW."""
 
 

@@ -216,8 +216,8 @@ def test_updates_must_fit(mesh_of):
     assert (
         str(caught.value)
         == "ddp: so.losses.Updated does not fit the parameters.\n  w: not a frozen parameter leaf\n  z:"
-        " not a frozen parameter leaf\n  n: shape (2,), the parameter has ()\nFix: return"
-        " so.losses.Updated with the parameters' own nesting, for leaves that rules freeze or of integer"
+        " not a frozen parameter leaf\n  n: shape (2,), the parameter has ()\n  n: float32, the parameter is"
+        " int32\nFix: return so.losses.Updated with the parameters' own nesting, for leaves that rules freeze or of integer"
         " type."
     )
 

@@ -38,8 +38,7 @@ def gated(gate, up):
 
 
 def block_of(x, weights, table):
-    attention = weights["attention"]
-    mlp = weights["mlp"]
+    attention, mlp = weights["attention"], weights["mlp"]
     qkv = jnp.einsum("btd,dchk->btchk", rms_norm(x, attention["norm"]), attention["qkv"])
     query, key, value = (part.squeeze(2) for part in jnp.split(qkv, 3, axis=2))
     mixed = attend(rotate(query, table), rotate(key, table), value)
@@ -75,8 +74,7 @@ def start():
 def ddp(task: Task):
     mesh = start()
     tx = optax.adamw(LEARNING_RATE, b1=B1, b2=B2, eps=EPS, weight_decay=WEIGHT_DECAY)
-    whole = NamedSharding(mesh, P())
-    rows = NamedSharding(mesh, P("data"))
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 
     def local(params, tokens):
         loss = lambda params: loss_of(task.config, params, params["blocks"], tokens)
@@ -134,8 +132,7 @@ def zero1(task: Task):
     params = task.params()
     dims = dims_of(params, mesh.size)
     specs, on, on_state = placed(mesh, params, dims, tx)
-    whole = NamedSharding(mesh, P())
-    rows = NamedSharding(mesh, P("data"))
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 
     def scatter(grad, d):
         if d < 0:
@@ -175,8 +172,7 @@ def fsdp(task: Task):
     params = task.params()
     dims = dims_of(params, mesh.size)
     specs, on, on_state = placed(mesh, params, dims, tx)
-    whole = NamedSharding(mesh, P())
-    rows = NamedSharding(mesh, P("data"))
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 
     def gather(tree, dims, skip=0):
         one = lambda x, d: x if d < 0 else jax.lax.all_gather(x, "data", axis=d - skip, tiled=True)
@@ -222,8 +218,7 @@ def jit(task: Task):
     tx = optax.adamw(LEARNING_RATE, b1=B1, b2=B2, eps=EPS, weight_decay=WEIGHT_DECAY)
     params = task.params()
     _, on, on_state = placed(mesh, params, dims_of(params, mesh.size), tx)
-    whole = NamedSharding(mesh, P())
-    rows = NamedSharding(mesh, P("data"))
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=(on, on_state, whole, whole))
     def step(params, state, tokens):

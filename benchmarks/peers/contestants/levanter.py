@@ -115,8 +115,7 @@ def leaves_of(params: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return shardopt's parameters by Levanter's names, in the order of dims in which it keeps
     them: what comes out first.
     """
-    attention = params["blocks"]["attention"]
-    mlp = params["blocks"]["mlp"]
+    attention, mlp = params["blocks"]["attention"], params["blocks"]["mlp"]
     query, key, value = np.moveaxis(attention["qkv"], (2, 1), (0, -1))
     gate, up = np.moveaxis(mlp["up"], (2, 1), (0, -1))
     stacked = {
@@ -147,12 +146,13 @@ def model_of(task: Task) -> Any:
     empty = eqx.filter_eval_shape(
         LlamaLMHeadModel.init, vocabulary, model_config(task.config), key=jax.random.key(0)
     )
-    leaves = leaves_of(task.params())
-    is_named = lambda leaf: isinstance(leaf, hax.NamedArray)
+    leaves, is_named = leaves_of(task.params()), lambda leaf: isinstance(leaf, hax.NamedArray)
     places, tree = jax.tree_util.tree_flatten_with_path(empty, is_leaf=is_named)
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in places}
-    wanted = {name: leaf.shape for name, leaf in leaves.items()}
-    found = {n: leaf.array.shape for n, leaf in named.items()}
+    wanted, found = (
+        {name: leaf.shape for name, leaf in leaves.items()},
+        {n: leaf.array.shape for n, leaf in named.items()},
+    )
     if wanted != found:
         raise ValueError(
             f"peers: levanter: not the same model: {sorted(wanted.items() ^ found.items())}"

@@ -89,8 +89,7 @@ def leaves_of(params: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return shardopt's parameters as MaxText lays them out: blocks stacked along dim 1, the parts
     of a product apart.
     """
-    attention = params["blocks"]["attention"]
-    mlp = params["blocks"]["mlp"]
+    attention, mlp = params["blocks"]["attention"], params["blocks"]["mlp"]
     query, key, value = np.moveaxis(attention["qkv"], 2, 0)
     gate, up = np.moveaxis(mlp["up"], 2, 0)
     stacked = {
@@ -207,8 +206,7 @@ def prepare(task: Task, **chosen: Any) -> Training:
 
 def batch_of(tokens: np.ndarray) -> dict[str, np.ndarray]:
     """Return a batch of tokens [B, T + 1] in MaxText's form."""
-    inputs = tokens[:, :-1]
-    targets = tokens[:, 1:]
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
     positions = np.broadcast_to(np.arange(inputs.shape[1], dtype=np.int32), inputs.shape)
     fields = {"inputs": inputs, "targets": targets}
     for side in ("inputs", "targets"):
@@ -244,8 +242,7 @@ def exported(task: Task, form: str):
     program = jax.export.deserialize(bytearray(written["program"].tobytes()))
     step = jax.jit(program.call, donate_argnums=0)
     blocks = leaves_of(task.params())
-    params = blocks | with_unstacked_blocks(blocks)
-    leaves = []
+    params, leaves = blocks | with_unstacked_blocks(blocks), []
     for i, (begin, shape, dtype) in enumerate(json.loads(str(written["leaves"]))):
         if begin == "zeros":
             leaves.append(np.zeros(shape, dtype))

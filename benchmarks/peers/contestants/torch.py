@@ -39,22 +39,20 @@ class Block(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        dim = config.dim
-        hidden = config.mlp_multiple * config.dim
+        dim, hidden = config.dim, config.mlp_multiple * config.dim
         self.heads = config.num_heads
-        self.attention_norm = nn.RMSNorm(dim, eps=1e-6)
-        self.mlp_norm = nn.RMSNorm(dim, eps=1e-6)
-        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
-        self.out = nn.Linear(dim, dim, bias=False)
-        self.up = nn.Linear(dim, 2 * hidden, bias=False)
-        self.down = nn.Linear(hidden, dim, bias=False)
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(dim, eps=1e-6), nn.RMSNorm(dim, eps=1e-6)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.up, self.down = (
+            nn.Linear(dim, 2 * hidden, bias=False),
+            nn.Linear(hidden, dim, bias=False),
+        )
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Add both branches to x [B, T, D]."""
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
         query, key, value = qkv.unbind(2)
-        query = rotate(query, table)
-        key = rotate(key, table)
+        query, key = rotate(query, table), rotate(key, table)
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -101,8 +99,7 @@ def load(model: GPT, params: dict) -> GPT:
     fill(model.norm.weight, params["norm"])
     if "head" in params:
         fill(model.head.weight, params["head"])
-    attention = params["blocks"]["attention"]
-    mlp = params["blocks"]["mlp"]
+    attention, mlp = params["blocks"]["attention"], params["blocks"]["mlp"]
     for i, block in enumerate(model.blocks):
         dim, hidden = block.down.weight.shape
         fill(block.attention_norm.weight, attention["norm"][i])

@@ -16,6 +16,7 @@ import pytest
 from support.scripts import imported
 
 import shardopt as so
+from shardopt.core import calling
 from shardopt.core._extras import is_installed
 from shardopt.hlo import Audit, Memory
 from shardopt.models import _transformer as transformer
@@ -145,7 +146,7 @@ def test_a_step_that_does_not_fit_says_so():
         " 31.25G hbm).\nFix: shard more (fsdp, tensor, more chips), recompute (remat), or take"
         " smaller micro-batches; so.plan ranks them."
     )
-    with refused(ValueError, message):
+    with refused(ValueError, message), calling("aot"):
         _compile(Lowered(), "v6e:4x4", chip)
 
 
@@ -168,7 +169,7 @@ def test_a_gpu_step_that_does_not_fit_says_so():
         "aot: the step does not fit into a chip of h100:8, 80,000,000,000 bytes (it needs"
         " 90,000,000,000).\nFix: shard"
     )
-    with pytest.raises(ValueError, match=f"^{re.escape(message_start)}"):
+    with pytest.raises(ValueError, match=f"^{re.escape(message_start)}"), calling("aot"):
         _compile(Lowered(), "h100:8", chip)
     assert _compile(Lowered(), "h200:8", parse_topology("h200:8")[0]).memory_analysis()
 
@@ -190,10 +191,8 @@ def test_a_program_that_jaxlib_cannot_read_back_says_so():
                 " sees 2"
             )
 
-    with pytest.raises(
-        RuntimeError,
-        match=r"^aot: jaxlib [\d.]+ cannot read the program for v5p:2x2x1 back: async-update",
-    ):
+    expected = r"^aot: jaxlib [\d.]+ cannot read the program for v5p:2x2x1 back: async-update"
+    with pytest.raises(RuntimeError, match=expected), calling("aot"):
         _compile(Lowered(), "v5p:2x2x1", HARDWARE["v5p"])
 
 
