@@ -90,7 +90,7 @@ def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
     layers = options.model.layers or max(2, num_parts)
     if layers < num_parts:
         parts_text = f"{plural(stages, 'stage')} x {plural(chunks, 'chunk')} = {num_parts}"
-        problem = f"--layers {layers} are too few for {parts_text}."
+        problem = f"--layers {layers} is too few for {parts_text}."
         fix = f"use --layers {num_parts} or more, or another --mesh or --schedule."
         raise value_error(problem, fix=fix)
     return dataclasses.replace(options, model=dataclasses.replace(options.model, layers=layers))

@@ -1,7 +1,8 @@
 """Rules: they say which dims the tensor axis splits, which leaves are frozen, and which are experts."""
 
+import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jax.sharding import PartitionSpec
 
@@ -183,7 +184,7 @@ def check_rules(
       ValueError: if a regex does not compile, or a spec names an axis outside `axes` or one twice.
     """
     if callable(rules):
-        return (rules,)
+        rules = (rules,)
     form = (
         "rules must be [(regex, PartitionSpec, 'frozen', 'experts' or 'if_divisible'), ...] or a"
         " callable (path, shape) -> PartitionSpec"
@@ -194,6 +195,7 @@ def check_rules(
     problems = []
     for rule in rules:
         if callable(rule):
+            _check_takes_leaf(rule)
             checked.append(rule)
             continue
         if not _is_rule(rule):
@@ -247,6 +249,18 @@ def first_spec(
         if spec is not None:
             return spec
     return None
+
+
+def _check_takes_leaf(rule: Callable[..., object]) -> None:
+    try:
+        inspect.signature(rule).bind("path", (1,))
+    except ValueError:  # some functions of C have no signature
+        pass
+    except TypeError as error:
+        name = getattr(rule, "__name__", repr(rule))
+        problem = f"rules are called with (path, shape), and {name} cannot be: {error}."
+        fix = "call a function that makes rules, as in rules=decoder.rules(config)."
+        raise type_error(problem, fix=fix) from None
 
 
 def _is_rule(rule: object) -> bool:

@@ -67,7 +67,7 @@ def cut_blocks(schedule: Schedule, num_blocks: int, counts: Sequence[int] | None
         f" {num_virtual}"
     )
     if counts is None and num_blocks < num_virtual:
-        problem = f"{plural(num_blocks, 'block')} are too few for {parts_text}."
+        problem = f"the model has {plural(num_blocks, 'block')}, too few for {parts_text}."
         fix = (
             f"use {num_virtual} blocks or more, another pipeline size or number of chunks, or"
             " blocks_per_stage with zeros."

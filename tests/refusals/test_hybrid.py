@@ -214,7 +214,7 @@ FIRST_PARAMETERS = [
     (
         lambda: hybrid().specs(params(2)),
         (
-            "hybrid: 2 blocks are too few for 4 stages x 1 chunk = 4.\nFix: use 4 blocks or more,"
+            "hybrid: the model has 2 blocks, too few for 4 stages x 1 chunk = 4.\nFix: use 4 blocks or more,"
             " another pipeline size or number of chunks, or blocks_per_stage with zeros."
         ),
     ),
@@ -230,7 +230,7 @@ FIRST_PARAMETERS = [
             params(8)
         ),
         (
-            "hybrid: 8 blocks are too few for 4 stages x 3 chunks = 12.\nFix: use 12 blocks or"
+            "hybrid: the model has 8 blocks, too few for 4 stages x 3 chunks = 12.\nFix: use 12 blocks or"
             " more, another pipeline size or number of chunks, or blocks_per_stage with zeros."
         ),
     ),

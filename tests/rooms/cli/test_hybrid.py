@@ -137,14 +137,14 @@ def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp
         (
             "--strategy hybrid --schedule interleaved",
             (
-                "train: --layers 2 are too few for 2 stages x 2 chunks = 4.\n"
+                "train: --layers 2 is too few for 2 stages x 2 chunks = 4.\n"
                 "Fix: use --layers 4 or more, or another --mesh or --schedule."
             ),
         ),
         (
             "--strategy hybrid --mesh pipeline=8 --layers 4",
             (
-                "train: --layers 4 are too few for 8 stages x 1 chunk = 8.\n"
+                "train: --layers 4 is too few for 8 stages x 1 chunk = 8.\n"
                 "Fix: use --layers 8 or more, or another --mesh or --schedule."
             ),
         ),

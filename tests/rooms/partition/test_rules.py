@@ -4,11 +4,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from shardopt.core._errors import calling
+from shardopt.models import decoder
 from shardopt.partition import match_rules
 
 pytestmark = pytest.mark.fast
 
 LEAVES = [("blocks/attention/qkv", (8, 4)), ("blocks/mlp/up", (8, 16)), ("norm", (8,))]
+
+MAKES_RULES = "\nFix: call a function that makes rules, as in rules=decoder.rules(config)."
 
 
 @calling("fsdp")
@@ -60,6 +63,30 @@ def test_rules_can_be_a_function_of_path_and_shape():
                 "fsdp: rules do not fit 1 leaf.\n  norm: shape (8,) has 1 dim, its spec"
                 " PartitionSpec(None, 'tensor') has 2\nFix: give a spec one entry a dim of the"
                 " leaf; for leaves of 'blocks' it speaks of one block."
+            ),
+        ),
+        (
+            decoder.rules,
+            TypeError,
+            (
+                "fsdp: rules are called with (path, shape), and rules cannot be: too many positional arguments."
+                + MAKES_RULES
+            ),
+        ),
+        (
+            [lambda path: P(), ("norm", P())],
+            TypeError,
+            (
+                "fsdp: rules are called with (path, shape), and <lambda> cannot be: too many positional arguments."
+                + MAKES_RULES
+            ),
+        ),
+        (
+            lambda path, shape, *, config: P(),
+            TypeError,
+            (
+                "fsdp: rules are called with (path, shape), and <lambda> cannot be: missing a required argument: 'config'."
+                + MAKES_RULES
             ),
         ),
         (
