@@ -16,17 +16,11 @@ import pathlib
 import re
 import tokenize
 
+from code_size import NOT_CODE
+
 TESTS = re.compile(
     r"(^|/)(tests?|testing|_test|conftest)(/|$)|_test\.py$|(^|/)test_[^/]*\.py$|conftest\.py$"
 )
-SKIPPED = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
 GOLF = {
     "sequence times bool": r"\]\s*\*\s*(?!\d|\*|len\b)[a-z_][\w.]*\b(?!\s*\()|\]\s*\*\s*\(.*(==|!=| in | and | or |not )",
     "index by bool": r"\[not |\[: ?1 \+ |\)\[[a-z_.]+ (==|is|in) ",
@@ -81,7 +75,7 @@ def measure(path):
     documented = docstring_lines(tree)
     tokens, code_lines = 0, set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type in SKIPPED or token.start[0] in documented:
+        if token.type in NOT_CODE or token.start[0] in documented:
             continue
         tokens += 1
         code_lines |= set(range(token.start[0], token.end[0] + 1))

@@ -11,6 +11,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from limits import compare
+
 ROOT = Path(__file__).parents[1]
 TREES = ("shardopt", "tests")
 
@@ -36,31 +38,14 @@ def counts(tree: str) -> dict[str, float]:
     return {f"`{tree}`: {name}": round(number, 1) for name, number in numbers.items()}
 
 
-def limits_of(text: str) -> dict[str, float]:
-    """Return what is counted -> the limit, from the table "How it reads" in CONTRIBUTING.md."""
-    table = text.partition("\n## How it reads\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (.+?) \| ([\d.]+) \|", table, re.MULTILINE)
-    return {name: float(limit) for name, limit in rows}
-
-
-def above_limit(numbers: dict[str, float], limits: dict[str, float]) -> list[str]:
-    """Return what is above its limit, or has none."""
-    return [name for name, number in numbers.items() if number > limits.get(name, -1)]
-
-
 def main() -> int:
     """Print the table, and return the exit code."""
-    limits = limits_of((ROOT / "CONTRIBUTING.md").read_text())
     numbers = {name: number for tree in TREES for name, number in counts(tree).items()}
-    for name, number in numbers.items():
-        print(f"{name:50} {number:6} {limits.get(name, -1):6}")
-    above = above_limit(numbers, limits)
-    if above:
-        print(
-            f"above the limit: {', '.join(above)}. `python .ci/readable.py --top 50 TREE` and"
-            " `python .ci/density.py --worst 50 TREE` list the places."
-        )
-    return int(bool(above))
+    remedy = (
+        "`python .ci/readable.py --top 50 TREE` and `python .ci/density.py --worst 50 TREE` list the"
+        " places."
+    )
+    return compare(numbers, "How it reads", remedy)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from limits import compare
+
 import shardopt as so
 
 ROOT = Path(__file__).parents[1]
@@ -49,31 +51,13 @@ def shown_options() -> list[str]:
     return re.findall(r"^│ (--[\w-]+)", run.stdout, re.MULTILINE)
 
 
-def limits_of(text: str) -> dict[str, int]:
-    """Return what is counted -> the limit, from the table "The surface" in CONTRIBUTING.md."""
-    table = text.partition("\n## The surface\n")[2].partition("\n## ")[0]
-    return {name: int(limit) for name, limit in re.findall(r"^\| (.+?) \| (\d+) \|", table, re.M)}
-
-
-def grown(numbers: dict[str, int], limits: dict[str, int]) -> list[str]:
-    """Return what is above its limit, or has none."""
-    return [name for name, number in numbers.items() if number > limits.get(name, -1)]
-
-
 def main() -> int:
     """Print the table, and return the exit code."""
-    limits, numbers = limits_of((ROOT / "CONTRIBUTING.md").read_text()), counts()
-    print(f"{'counted':36} {'number':>6} {'limit':>6}")
-    for name, number in numbers.items():
-        print(f"{name:36} {number:6} {limits.get(name, -1):6}")
-    above = grown(numbers, limits)
-    if above:
-        print(
-            f"above the limit: {', '.join(above)}. Which question does the new name or argument"
-            " answer that no existing one answers? Say it in the commit message that raises the"
-            " limit, or take another one away."
-        )
-    return int(bool(above))
+    remedy = (
+        "Which question does the new name or argument answer that no existing one answers? Say it"
+        " in the commit message that raises the limit, or take another one away."
+    )
+    return compare(counts(), "The surface", remedy)
 
 
 if __name__ == "__main__":

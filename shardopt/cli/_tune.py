@@ -295,9 +295,9 @@ def _show(
 def _show_result(screen: Any, options: TuneOptions, result: FitResult, out: Path) -> None:
     display.show_loss(screen, result, "token")
     display.show_files(screen, options, result, out.name)
-    what = "model"
+    saved_object = "model"
     call = "transformers.AutoModelForCausalLM"
     if out.name == "adapters":
-        what = "adapters"
+        saved_object = "adapters"
         call = "peft.AutoPeftModelForCausalLM"
-    display.say(screen, f"{call}.from_pretrained({str(out)!r}) loads the {what}.")
+    display.say(screen, f"{call}.from_pretrained({str(out)!r}) loads the {saved_object}.")

@@ -214,9 +214,9 @@ def _loses_numbers(dtype: jnp.dtype, leaf_dtype: jnp.dtype) -> bool:
 
 
 def check_updated(caller: str, plans: Sequence[LeafPlan], updates: Mapping[str, jax.Array]) -> None:
-    """Refuse, by a ValueError, updates of a loss (`so.losses.Updated`) that are not for a frozen
-    leaf, or
-    have another shape.
+    """Refuse, by a ValueError, updates of a loss (`so.losses.Updated`) that fit no frozen leaf.
+
+    An update fits a leaf of its path and shape, if a cast to the dtype of the leaf loses no numbers.
     """
     frozen = {plan.path: plan for plan in plans if not plan.trainable}
     wrong_updates = [

@@ -330,10 +330,10 @@ def _backward_pass(jaxpr: jex.ClosedJaxpr, num_params: int) -> jex.ClosedJaxpr:
 
     def gradient(*arguments: PyTree) -> PyTree:
         params = arguments[:num_params]
-        others = arguments[num_params:]
+        batch_and_rng = arguments[num_params:]
 
         def of_params(*params: PyTree) -> list[jax.Array]:
-            return jex.jaxpr_as_fun(jaxpr)(*params, *others)
+            return jex.jaxpr_as_fun(jaxpr)(*params, *batch_and_rng)
 
         results, pull_back = jax.vjp(of_params, *params)
         return pull_back([_cotangent(result) for result in results])

@@ -328,8 +328,8 @@ def from_pretrained(
       >>> state.params["blocks"]["attention"]["q"].shape
       (2, 32, 4, 8)
 
-    An unknown model_type is refused, although its fields and tensors may be those of a known
-    family: the order of rotary pairs, for example, is in the code of a model alone. Name the
+    An unknown model_type is refused, although a known family may have the same fields and
+    tensors: the order of rotary pairs, for example, is in the code of a model alone. Name the
     `family` if you know that the mathematics is the same.
     """
     folder = Path(folder)

@@ -173,9 +173,10 @@ def cond(proof: ProofSettings, site: EquationPair, relations: list[Relation]) ->
     """
     branch_index = relations[0]
     operands = relations[1:]
-    branches = list(zip(*site.both_params("branches"), strict=False))
-    if any(len(functions) != len(branches) for functions in site.both_params("branches")):
+    whole_branches, piece_branches = site.both_params("branches")
+    if len(whole_branches) != len(piece_branches):
         return unknown_results(site, relations, "traces")
+    branches = list(zip(whole_branches, piece_branches, strict=True))
     if (
         isinstance(branch_index, Known)
         and branch_index.same_numbers

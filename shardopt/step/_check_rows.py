@@ -96,14 +96,16 @@ def check_own_rows(
         for process, digest in zip(processes, digests, strict=True)
     }
     leaders = []
-    for held, who in groups([shares[process] for process in processes], processes).items():
+    for held, process_names in groups(
+        [shares[process] for process in processes], processes
+    ).items():
         members = [process for process in processes if shares[process] == held]
-        _check_equal_rows(who, {of_process[process] for process in members})
+        _check_equal_rows(process_names, {of_process[process] for process in members})
         if of_process[min(members)]:
             leaders.append(min(members))
     copies = groups([of_process[process] for process in leaders], leaders)
     if len(copies) < len(leaders):
-        repeated = [who for who in copies.values() if who.startswith("processes")]
+        repeated = [names for names in copies.values() if names.startswith("processes")]
         problem = "processes passed the same rows: each row would count more than once."
         fix = (
             f"split the data over the processes ({_SPLIT}). If each process passes the global"
@@ -112,10 +114,10 @@ def check_own_rows(
         raise value_error(problem, repeated, fix)
 
 
-def _check_equal_rows(who: str, rows: Collection[object]) -> None:
+def _check_equal_rows(process_names: str, rows: Collection[object]) -> None:
     if len(rows) > 1:
         problem = (
-            f"{who} hold the same rows of the mesh, since it splits parameters over them, but"
+            f"{process_names} hold the same rows of the mesh, since it splits parameters over them, but"
             " they passed different rows."
         )
         fix = (

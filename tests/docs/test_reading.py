@@ -1,13 +1,10 @@
 """How the code reads stays within the limits of CONTRIBUTING.md, which `.ci/run` checks."""
 
-import importlib.util
-
 import pytest
-from support.paths import ROOT
+from support.scripts import imported
 
-SPEC = importlib.util.spec_from_file_location("reading", ROOT / ".ci" / "reading.py")
-reading = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(reading)
+with imported("reading", ".ci") as reading, imported("limits", ".ci") as ci_limits:
+    pass
 
 PLAIN = '''
 def double(number):
@@ -46,9 +43,9 @@ def test_code_that_is_hard_to_read_counts_more_and_plain_code_nothing(numbers):
 
 
 def test_each_number_of_each_tree_has_a_limit_and_one_above_it_is_named(numbers):
-    limits = reading.limits_of((ROOT / "CONTRIBUTING.md").read_text())
+    limits = ci_limits.limits_of("How it reads")
     rows = [f"`{tree}`: {name}" for tree in reading.TREES for name in numbers["plain"]]
     assert list(limits) == rows
-    assert reading.above_limit(limits, limits) == []
-    assert reading.above_limit(limits | {rows[0]: limits[rows[0]] + 0.1}, limits) == [rows[0]]
-    assert reading.above_limit({"new": 0.0}, limits) == ["new"]
+    assert ci_limits.above_limit(limits, limits) == []
+    assert ci_limits.above_limit(limits | {rows[0]: limits[rows[0]] + 0.1}, limits) == [rows[0]]
+    assert ci_limits.above_limit({"new": 0.0}, limits) == ["new"]

@@ -2,17 +2,14 @@
 noticed.
 """
 
-import importlib.util
-
 import pytest
-from support.paths import ROOT
+from support.scripts import imported
 
 import shardopt as so
 
-SPEC = importlib.util.spec_from_file_location("surface", ROOT / ".ci" / "surface.py")
-surface = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(surface)
-LIMITS = surface.limits_of((ROOT / "CONTRIBUTING.md").read_text())
+with imported("surface", ".ci") as surface, imported("limits", ".ci") as ci_limits:
+    pass
+LIMITS = ci_limits.limits_of("The surface")
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +18,14 @@ def numbers():
 
 
 def test_nothing_is_above_its_limit(numbers):
-    assert surface.grown(numbers, LIMITS) == []
+    assert ci_limits.above_limit(numbers, LIMITS) == []
     assert numbers.keys() == LIMITS.keys()
 
 
 def test_a_name_too_many_is_noticed(numbers):
     for name in numbers:
-        assert surface.grown(numbers, LIMITS | {name: numbers[name] - 1}) == [name]
-    assert surface.grown({"arguments of `new`": 1}, LIMITS) == ["arguments of `new`"]
+        assert ci_limits.above_limit(numbers, LIMITS | {name: numbers[name] - 1}) == [name]
+    assert ci_limits.above_limit({"arguments of `new`": 1}, LIMITS) == ["arguments of `new`"]
 
 
 def test_a_new_name_of_a_public_module_counts(numbers, monkeypatch):

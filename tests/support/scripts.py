@@ -1,4 +1,4 @@
-"""Scripts of benchmarks/, imported for a test and forgotten afterwards."""
+"""Scripts of benchmarks/ and .ci/, imported for a test and forgotten afterwards."""
 
 import contextlib
 import importlib
@@ -13,9 +13,9 @@ from support.paths import ROOT
 
 
 @contextlib.contextmanager
-def imported(name: str) -> Iterator[ModuleType]:
+def imported(name: str, folder_name: str = "benchmarks") -> Iterator[ModuleType]:
     """Import a script, and forget it, its modules and the flags that it sets afterwards."""
-    folder = str(ROOT / "benchmarks")
+    folder = str(ROOT / folder_name)
     before = set(sys.modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
