@@ -13,6 +13,7 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._options import BatchDims, LeafDims
 from shardopt.core import PyTree, format_error, leaves_with_paths, path_text, plural
 from shardopt.mesh import size_along
+from shardopt.partition._divisible import not_divided
 
 FIX_ROWS = (
     "name the dim of rows of a leaf, or None if all rows share it: batch_dims=[(regex, dim or"
@@ -296,10 +297,8 @@ def check_positions(config: StrategyConfig, batch: PyTree) -> None:
         else:
             lengths.add(leaf.shape[dim])
             if leaf.shape[dim] % shares:
-                uneven.append(
-                    f"{description}; dim {dim} is {leaf.shape[dim]}, remainder"
-                    f" {leaf.shape[dim] % shares}"
-                )
+                reason = not_divided(dim, leaf.shape[dim], "context", shares)
+                uneven.append(f"{description}; {reason}")
     axis = f"mesh axis 'context' (size {shares})"
     if missing:
         fix = "name a dim that the leaf has and that does not count rows, or None."

@@ -37,6 +37,7 @@ from shardopt.nn._exchange import Attention, exchanged_attention, gathered_atten
 from shardopt.nn._ids import as_int32, integers
 from shardopt.nn._order import CONTEXT
 from shardopt.nn._ring import Ring, ring_attention, ring_of
+from shardopt.partition._divisible import sizes_that_divide
 from shardopt.trace._marks import ATTENTION, marked
 
 Implementation = Literal["splash", "cudnn", "xla"]
@@ -572,14 +573,9 @@ def _on_each_device(
     )
     position_axes = tuple(axis for axis in axes_of_role(CONTEXT) if axis in auto_axes)
     head_axes = tuple(axis for axis in axes_of_role(TENSOR) if axis in auto_axes)
-    for axes, count, counted, fix in (
-        (
-            head_axes,
-            key.shape[2],
-            "heads of keys and values",
-            "repeat the heads of keys and values, or take a smaller axis.",
-        ),
-        (position_axes, query.shape[1], "positions", "pad the rows, or take a smaller axis."),
+    for axes, count, counted, remedy in (
+        (head_axes, key.shape[2], "heads of keys and values", "repeat them"),
+        (position_axes, query.shape[1], "positions", "pad the rows"),
     ):
         size = size_along(mesh.shape, axes)
         if count % size and (axes, count) != (head_axes, 1):
@@ -587,7 +583,8 @@ def _on_each_device(
             problem = (
                 f"{count} {counted} cannot be sharded over mesh axis {axis_names} (size {size})."
             )
-            raise value_error(problem, fix=fix)
+            sizes = sizes_that_divide(" x ".join(axes), [count])
+            raise value_error(problem, fix=f"{remedy}, or choose {sizes}.")
     spec = PartitionSpec(row_axes or None, position_axes or None, head_axes or None, None)
     mark_specs = jax.tree.map(
         lambda x: PartitionSpec(

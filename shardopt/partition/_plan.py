@@ -25,6 +25,7 @@ from shardopt.core import (
 )
 from shardopt.core._block_model import BLOCKS
 from shardopt.mesh import size_along, spec_axes
+from shardopt.partition._divisible import not_divided, sizes_that_divide
 from shardopt.partition._rules import match_rules, matches, patterns_of
 
 COLUMNS = 1
@@ -224,11 +225,12 @@ def plan_leaves(abstract_params: PyTree, mesh: Mesh, options: LeafPlanOptions) -
         expert leaves.
     """
     tensor_size = mesh.shape.get("tensor", 1)
+    whole_patterns = patterns_of(options.rules, "if_divisible")
     leaves = [
-        _whole_if_indivisible(leaf, tensor_size, patterns_of(options.rules, "if_divisible"))
+        _whole_if_indivisible(leaf, tensor_size, whole_patterns)
         for leaf in _ruled_leaves(abstract_params, options)
     ]
-    _check_tensor(leaves, tensor_size)
+    _check_tensor(leaves, tensor_size, whole_patterns)
     _check_experts(leaves, mesh.shape.get(EXPERT))
     plans = [_plan_leaf(leaf, mesh, options) for leaf in leaves]
     return with_leaves(abstract_params, plans)
@@ -258,9 +260,7 @@ def _whole_if_indivisible(
     dims = [i for i, entry in enumerate(leaf.spec) if entry is not None and leaf.shape[i] % size]
     if not dims or not matches(patterns, leaf.path):
         return leaf
-    length = leaf.shape[dims[0]]
-    near = f"{length // size * size} or {(length // size + 1) * size}"
-    reason = f"dim {dims[0]} is {length}, which tensor={size} does not divide; it divides {near}"
+    reason = not_divided(dims[0], leaf.shape[dims[0]], "tensor", size)
     entries = [None if i in dims else entry for i, entry in enumerate(leaf.spec)]
     return leaf._replace(spec=PartitionSpec(*entries), whole=reason)
 
@@ -383,9 +383,10 @@ def _check_experts(leaves: Sequence[_Leaf], size: int | None) -> None:
     ]
     axis = f"mesh axis 'expert' (size {size})"
     if indivisible:
+        numbers = {leaf.shape[0] for leaf in expert_leaves if leaf.shape}
         fix = (
-            "let rules name only leaves [experts, ...] as experts, or choose a size that divides"
-            " the experts."
+            f"choose {sizes_that_divide(EXPERT, numbers)}, or let rules name only leaves"
+            " [experts, ...] as experts."
         )
         raise value_error(
             f"{plural(len(indivisible), 'leaf')} of experts cannot be split over {axis}.",
@@ -410,30 +411,34 @@ def _check_experts(leaves: Sequence[_Leaf], size: int | None) -> None:
 def _remainder_of_experts(shape: tuple[int, ...], size: int) -> str:
     if not shape:
         return "no dim counts experts"
-    return f"dim 0 is {shape[0]}, remainder {shape[0] % size}"
+    return not_divided(0, shape[0], EXPERT, size)
 
 
-def _check_tensor(leaves: Sequence[_Leaf], size: int) -> None:
+def _check_tensor(
+    leaves: Sequence[_Leaf], size: int, whole_patterns: Sequence[str | re.Pattern[str]]
+) -> None:
     indivisible = []
+    lengths = set()
     is_split = False
     for leaf in leaves:
-        shape = leaf.shape
+        may_be_whole = matches(whole_patterns, leaf.path)
         for dim, entry in enumerate(leaf.spec):
-            if entry is not None:
-                is_split = True
-                if shape[dim] % size:
-                    indivisible.append(
-                        f"{leaf.path}: shape {shape}; dim {dim} is {shape[dim]}, remainder"
-                        f" {shape[dim] % size}"
-                    )
+            if entry is None:
+                continue
+            is_split = True
+            length = leaf.shape[dim]
+            if not may_be_whole:
+                lengths.add(length)
+            if length % size:
+                reason = not_divided(dim, length, "tensor", size)
+                indivisible.append(f"{leaf.path}: shape {leaf.shape}; {reason}")
     if indivisible:
         problem = (
             f"{plural(len(indivisible), 'parameter leaf')} cannot be split over mesh axis 'tensor'"
             f" (size {size})."
         )
-        raise value_error(
-            problem, indivisible, "pad the dim, change the rule, or choose another tensor size."
-        )
+        fix = f"choose {sizes_that_divide('tensor', lengths)}, pad the dim, or change the rule."
+        raise value_error(problem, indivisible, fix)
     if size > 1 and not is_split:
         problem = f"mesh axis 'tensor' (size {size}) is above 1, but nothing is split over it."
         fix = (

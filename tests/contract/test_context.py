@@ -342,8 +342,10 @@ def test_attention_over_an_array_that_context_does_not_split_is_refused(mesh_of)
             {},
             (
                 "ddp: 3 batch leaves cannot be split over mesh axis 'context' (size 2).\n  mask:"
-                " shape (8, 11); dim 1 is 11, remainder 1\n  x: shape (8, 11, 8); dim 1 is 11,"
-                " remainder 1\n  y: shape (8, 11); dim 1 is 11, remainder 1\nFix: use a length that"
+                " shape (8, 11); dim 1 is 11, which context=2 does not divide; it divides 10 or 12\n"
+                "  x: shape (8, 11, 8); dim 1 is 11, which context=2 does not divide; it divides 10 or"
+                " 12\n  y: shape (8, 11); dim 1 is 11, which context=2 does not divide; it divides 10"
+                " or 12\nFix: use a length that"
                 " it divides, with inputs and targets [B, T] each rather than tokens [B, T + 1]; or"
                 " batch_dims=[(regex, (0, None))] for leaves without positions."
             ),

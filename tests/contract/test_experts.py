@@ -298,8 +298,9 @@ def test_experts_that_the_axis_does_not_divide_are_refused(mesh_of):
     }
     message = (
         "ddp: 1 leaf of experts cannot be split over mesh axis 'expert' (size 4).\n "
-        " first/experts/up: shape (6, 4, 6); dim 0 is 6, remainder 2\nFix: let rules name only"
-        " leaves [experts, ...] as experts, or choose a size that divides the experts."
+        " first/experts/up: shape (6, 4, 6); dim 0 is 6, which expert=4 does not divide; it divides"
+        " 4 or 8\nFix: choose expert=1 or 2, or let rules name only leaves [experts, ...] as"
+        " experts."
     )
     with pytest.raises(ValueError, match=re.escape(message) + "$"):
         so.ddp(TX, mesh_of(expert=4), weighted, rules=[("up", "experts")]).specs(odd)

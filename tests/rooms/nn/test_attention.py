@@ -164,7 +164,9 @@ def test_heads_that_tensor_does_not_divide_are_refused(mesh_of):
     args = drawn(8, heads=6, groups=3)
     mesh = mesh_of(data=4, tensor=2)
     with pytest.raises(
-        ValueError, match="3 heads of keys and values cannot be sharded over mesh axis 'tensor'"
+        ValueError,
+        match=r"3 heads of keys and values cannot be sharded over mesh axis 'tensor' \(size 2\)\.\n"
+        r"Fix: repeat them, or choose tensor=1 or 3\.",
     ):
         jax.jit(so.mesh.on_mesh(mesh, lambda *xs: so.nn.attention(*xs, implementation="splash")))(
             *args

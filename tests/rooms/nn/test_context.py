@@ -349,7 +349,9 @@ def test_a_row_that_context_does_not_divide_is_refused_in_the_global_view():
     mesh = mesh_of(context=4)
     batch = drawn(length=6, dtype=np.float32)
     with pytest.raises(
-        ValueError, match=r"6 positions cannot be sharded over mesh axis 'context' \(size 4\)"
+        ValueError,
+        match=r"6 positions cannot be sharded over mesh axis 'context' \(size 4\)\.\n"
+        r"Fix: pad the rows, or choose context=1, 2, 3 or 6\.",
     ):
         jax.eval_shape(so.mesh.on_mesh(mesh, results), batch)
 

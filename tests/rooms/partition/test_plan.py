@@ -75,20 +75,33 @@ def test_stacked_blocks_are_judged_one_block_at_a_time(mesh_of):
     assert plans["w"].dim == 0
 
 
-def test_an_uneven_tensor_dim_is_refused_with_every_leaf(mesh_of):
+@pytest.mark.parametrize(
+    ("lengths", "neighbours", "sizes"),
+    [
+        ((7, 9), ("6 or 8", "8 or 10"), "1"),
+        ((9, 15), ("8 or 10", "14 or 16"), "1 or 3"),
+        ((45, 1), ("44 or 46", "2"), "1"),
+        ((45, 90), ("44 or 46", None), "1, 3, 5, 9, 15 or 45"),
+    ],
+)
+def test_an_uneven_tensor_dim_is_refused_with_every_leaf_and_the_sizes_that_divide_all(
+    lengths, neighbours, sizes, mesh_of
+):
+    rules = [("a", P(None, "tensor")), ("b", P("tensor")), ("whole", P("tensor"))]
+    shapes = {"a": (8, lengths[0]), "b": (lengths[1],), "whole": (11,)}
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        plan(
-            {"a": (8, 7), "b": (9,)},
-            mesh_of(data=4, tensor=2),
-            [("a", P(None, "tensor")), ("b", P("tensor"))],
+        plan(shapes, mesh_of(data=4, tensor=2), [*rules, ("whole", "if_divisible")])
+    title, *lines, fix = str(caught.value).split("\n")
+    assert title.endswith("cannot be split over mesh axis 'tensor' (size 2).")
+    assert lines == [
+        f"  {name}: shape {shapes[name]}; dim {dim} is {length}, which tensor=2 does not divide; it"
+        f" divides {lengths_that_do}"
+        for name, dim, length, lengths_that_do in zip(
+            "ab", (1, 0), lengths, neighbours, strict=True
         )
-    assert (
-        str(caught.value)
-        == "zero: 2 parameter leaves cannot be split over mesh axis 'tensor' (size 2).\n"
-        "  a: shape (8, 7); dim 1 is 7, remainder 1\n"
-        "  b: shape (9,); dim 0 is 9, remainder 1\n"
-        "Fix: pad the dim, change the rule, or choose another tensor size."
-    )
+        if lengths_that_do
+    ]
+    assert fix == f"Fix: choose tensor={sizes}, pad the dim, or change the rule."
 
 
 def test_an_idle_tensor_axis_is_refused(mesh_of):
