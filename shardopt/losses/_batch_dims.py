@@ -35,6 +35,11 @@ def row_dim(config: StrategyConfig, path: str, ndim: int) -> int | None:
     return row_dim_by_rules(config.batch_dims, path, ndim)
 
 
+def row_dims(config: StrategyConfig, batch: PyTree) -> list[int | None]:
+    """Return the `row_dim` of each leaf of a batch."""
+    return [row_dim(config, path, np.ndim(leaf)) for path, leaf in leaves_with_paths(batch)]
+
+
 def row_dim_by_rules(batch_dims: BatchDims, path: str, ndim: int) -> int | None:
     """Return the dim of a batch leaf that counts rows, see `row_dim`."""
     if not ndim:
@@ -96,7 +101,7 @@ def cut_batch(
     """
     leaves = leaves_with_paths(batch)
     treedef = jax.tree.structure(batch)
-    dims = [row_dim(config, path, np.ndim(leaf)) for path, leaf in leaves]
+    dims = row_dims(config, batch)
 
     def assemble(parts: Sequence[jax.Array]) -> PyTree:
         remaining_parts = iter(parts)

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._slots import LossFunction, StepInputs
-from shardopt.core import PyTree, abstract, format_error, leaves_with_paths
+from shardopt.core import PyTree, abstract, format_error
 from shardopt.core._block_model import abstract_key
 from shardopt.core._loss_parts import Gradients, LossParts
-from shardopt.losses._batch_dims import FIX_ROWS, num_rows, row_counts, row_dim, shown_leaves
+from shardopt.losses._batch_dims import FIX_ROWS, num_rows, row_counts, row_dims, shown_leaves
 from shardopt.losses._constraints import cut_by_replica, cut_rows, moved, shard_grads
 from shardopt.losses._loss import loss_of_rows, step_key
 from shardopt.losses._metrics import factor, objective, of_rows, value_of
@@ -205,7 +205,6 @@ def num_micro_batches(
       training: whether the loss gets a random key, if it takes one.
     """
     count = config.loss.micro_batches
-    rows = num_rows(config, batch)
     if count > 1 and len(row_counts(config, batch)) != 1:
         problem = (
             f"micro_batches={count}, but the whole batch runs at once: its leaves do not agree on a"
@@ -216,12 +215,11 @@ def num_micro_batches(
             format_error(config.strategy, problem, shown_leaves(config, batch), fix), stacklevel=2
         )
         return 1
-    if count == 1 or rows % config.num_row_pieces:
+    if count == 1 or num_rows(config, batch) % config.num_row_pieces:
         return 1
     key = abstract_key(config.loss.loss_fn) if training else None
-    dims = [row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(batch)]
     # as `cut_rows`: a part of the rows of each device
-    cut = Cut(count, dims, blocks=config.axes.num_row_shares)
+    cut = Cut(count, row_dims(config, batch), blocks=config.axes.num_row_shares)
     loss_call = LossCall(config.strategy, key, training)
     mixing = on_mesh(config.home.auto, find_mixing, config.home.axes)(
         config.loss.loss_fn, as_gathered(config, layout), abstract(batch), cut, loss_call

@@ -18,12 +18,12 @@ from shardopt.core import (
     plural,
 )
 from shardopt.core._block_model import abstract_key, call
-from shardopt.losses._batch_dims import num_rows, resized, row_dim, sequence_dim
+from shardopt.losses._batch_dims import num_rows, resized, row_dims, sequence_dim
 from shardopt.losses._explain import explained
 from shardopt.losses._operation_text import operation_line, operation_name
 from shardopt.losses._per_row import PerRow
 from shardopt.losses._rows import row_context, with_rows
-from shardopt.losses._separable import Cut, LossCall, find_mixing
+from shardopt.losses._separable import Cut, LossCall, Mixing, find_mixing
 from shardopt.mesh import analysis, on_mesh
 from shardopt.partition import LeafPlan
 from shardopt.separability._dependence import leaves_used
@@ -126,45 +126,38 @@ def _find_obstacle(
     replica_batch = resized(
         config, abstract(batch), rows=max(1, num_rows(config, batch) // replicas)
     )
-    cuts_experts = any(plan.experts for plan in layout.plans) and axes.sizes["expert"] > 1
-    if cuts_experts and (
-        obstacle := _find_stray_expert_use(config, layout, loss_call.key, replica_batch)
-    ):
-        return obstacle
-    mixing = None
-    unit = "rows"
+    if any(plan.experts for plan in layout.plans) and axes.sizes["expert"] > 1:
+        obstacle = _find_stray_expert_use(config, layout, loss_call, replica_batch)
+        if obstacle is not None:
+            return obstacle
     if axes.num_position_shares > 1:
         dims = [
             sequence_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(replica_batch)
         ]
         mixing = find(replica_batch, Cut(axes.num_position_shares, dims, positions=True), loss_call)
-        unit = "positions"
-    row_dims = [row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(replica_batch)]
+        if mixing is not None:
+            cut = f"positions, which {axes.num_position_shares} devices along context share"
+            return _obstacle_of(mixing, cut, FIX_POSITIONS)
     with_context = dataclasses.replace(loss_call, context=row_context(config))
     for rows, pieces in _row_cuts(config, num_rows(config, replica_batch)):
-        if mixing is None and pieces > 1:
-            divided_batch = resized(
-                config, replica_batch, rows=rows, position_shares=axes.num_position_shares
-            )
-            mixing = find(divided_batch, Cut(pieces, row_dims), with_context)
-            unit = "rows"
-    if mixing is None:
-        return None
-    if unit == "positions":
-        cut = f"{axes.num_position_shares} devices along context share"
-        problem = (
-            f"{mixing.result} is not shown to be a (weighted) mean over positions, which {cut}:"
-            f" {mixing.reason}"
+        divided_batch = resized(
+            config, replica_batch, rows=rows, position_shares=axes.num_position_shares
         )
-        return Obstacle(problem, mixing.lines, FIX_POSITIONS, mixing.operation, mixing.cause)
-    parts = [f"{axes.num_shares} devices"] * (axes.num_shares > 1)
-    parts += [f"{config.loss.micro_batches} micro-batches"] * (config.loss.micro_batches > 1)
-    cut = " and ".join(parts)
-    problem = (
-        f"{mixing.result} is not shown to be a (weighted) mean over rows, so {cut} could train on"
-        f" another: {mixing.reason}"
-    )
-    fix = FIX_ROW if isinstance(config.loss.loss_fn, PerRow) else FIX
+        mixing = find(divided_batch, Cut(pieces, row_dims(config, replica_batch)), with_context)
+        if mixing is not None:
+            fix = FIX_ROW if isinstance(config.loss.loss_fn, PerRow) else FIX
+            return _obstacle_of(mixing, _row_cut_text(config), fix)
+    return None
+
+
+def _row_cut_text(config: StrategyConfig) -> str:
+    counts = {"devices": config.axes.num_shares, "micro-batches": config.loss.micro_batches}
+    cut = " and ".join(f"{count} {unit}" for unit, count in counts.items() if count > 1)
+    return f"rows, so {cut} could train on another"
+
+
+def _obstacle_of(mixing: Mixing, cut: str, fix: str) -> Obstacle:
+    problem = f"{mixing.result} is not shown to be a (weighted) mean over {cut}: {mixing.reason}"
     return Obstacle(problem, mixing.lines, fix, mixing.operation, mixing.cause)
 
 
@@ -177,13 +170,14 @@ def _row_cuts(config: StrategyConfig, rows: int) -> list[tuple[int, int]]:
     the loss of a piece.
     """
     pieces = config.num_row_pieces
-    return (
-        [(rows, pieces)] if rows % pieces == 0 else [(rows, rows), (rows // pieces, rows // pieces)]
-    )
+    cuts = [(rows, pieces)]
+    if rows % pieces:
+        cuts = [(rows, rows), (rows // pieces, rows // pieces)]
+    return [cut for cut in cuts if cut[1] > 1]
 
 
 def _find_stray_expert_use(
-    config: StrategyConfig, layout: Layout, key: PyTree, batch: PyTree
+    config: StrategyConfig, layout: Layout, loss_call: LossCall, batch: PyTree
 ) -> Obstacle | None:
     """Return an obstacle if the loss uses experts outside of so.nn.mixture_of_experts: each device
     has other experts.
@@ -195,11 +189,9 @@ def _find_stray_expert_use(
                 call(with_rows(row_context(config), config.loss.loss_fn), key, 0, params, batch)
             )
 
-    axis_env = [
-        (axis, size) for axis, size in config.axes.sizes.items() if axis != TENSOR or size == 1
-    ]
+    axis_env = list(loss_call.axis_sizes.items())
     jaxpr = on_mesh(config.mesh, jax.make_jaxpr(traced_results, axis_env=axis_env))(
-        as_gathered(config, layout), batch, key
+        as_gathered(config, layout), batch, loss_call.key
     )
     expert_leaves = [{i: None} if plan.experts else {} for i, plan in enumerate(layout.plans)]
     num_other_arguments = len(jaxpr.jaxpr.invars) - len(expert_leaves)

@@ -105,14 +105,14 @@ def _check_metrics(metrics: dict[str, PyTree]) -> None:
             " so.losses.Updated."
         )
         raise type_error(problem, wrong_metrics, "give each number a name of its own.")
-    plain_metrics = {
-        name: jnp.asarray(x)
-        for name, x in metrics.items()
-        if not isinstance(x, Weighted | Sum | Max | Min)
-    }
-    descriptions = {name: f"{name}: {x.dtype}{list(x.shape)}" for name, x in plain_metrics.items()}
-    is_discrete = {name: not is_inexact(x) for name, x in plain_metrics.items()}
-    discrete = [descriptions[name] for name in plain_metrics if is_discrete[name]]
+    plain_metrics = [
+        (name, jnp.asarray(value))
+        for name, value in metrics.items()
+        if not isinstance(value, Weighted | Sum | Max | Min)
+    ]
+    discrete = [
+        f"{name}: {x.dtype}{list(x.shape)}" for name, x in plain_metrics if not is_inexact(x)
+    ]
     if discrete:
         problem = f"{plural(len(discrete), 'metric')} of integers or booleans: a count, or a mean?"
         fix = (
@@ -170,10 +170,8 @@ def _per_row(value: ArrayLike | Weighted, rows: int) -> Weighted:
     if isinstance(total, tuple) and isinstance(weight, tuple):
         terms = [_per_row(Weighted(*term), rows) for term in zip(total, weight, strict=True)]
         return Weighted(tuple(term.total for term in terms), tuple(term.weight for term in terms))
-    total = jnp.asarray(total)
-    weight = jnp.asarray(weight)
-    total = widened(total)
-    weight = weight.astype(total.dtype)
+    total = widened(jnp.asarray(total))
+    weight = jnp.asarray(weight).astype(total.dtype)
     return (
         Weighted(total / rows, weight / rows)
         if isinstance(value, Weighted)

@@ -8,7 +8,7 @@ that it is a mean. docs/proof.md explains the proof.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -63,6 +63,8 @@ TRAINED_WEIGHT = (
     "{} of so.losses.Weighted depends on the parameters, so the mean has a gradient of the weight."
 )
 """The reason of a loss whose weight is trained, to be filled with the name of the weight."""
+EXTREMES = {"max": "largest", "min": "smallest"}
+"""The results that are the extreme of their pieces, in words."""
 
 
 class Mixing(NamedTuple):
@@ -97,6 +99,26 @@ class _Result(NamedTuple):
     name: str
     expected: str
     leaves: tuple[Any, ...]
+
+
+class _LossTrace(NamedTuple):
+    """A trace of a loss.
+
+    Attributes:
+      jaxpr: the trace.
+      results: its results: their leaves are the outputs of the jaxpr, in order.
+      num_params: the number of arguments of the jaxpr that are parameters. They come first.
+    """
+
+    jaxpr: jex.ClosedJaxpr
+    results: list[_Result]
+    num_params: int
+
+    def by_result(self, of_outputs: Iterable[Any]) -> Iterator[tuple[_Result, list[Any]]]:
+        """Yield each result with its part of values that belong to the outputs of the jaxpr."""
+        remaining = iter(of_outputs)
+        for result in self.results:
+            yield result, [next(remaining) for _ in result.leaves]
 
 
 class Cut(NamedTuple):
@@ -192,66 +214,64 @@ def find_mixing(
     loss_fn = _with_checked_blocks(loss_call.caller, loss_fn)
     leaves, treedef = jax.tree.flatten(batch)
     lengths = cut.lengths(leaves)
-    num_params = len(jax.tree.leaves(params))
     if any(length % (cut.pieces * cut.blocks) for length in lengths):
         return Mixing("the loss", f"its {cut.unit} cannot be cut into {cut.pieces} equal pieces.")
     if isinstance(loss_fn, PerRow) and not cut.positions:
         return _find_row_mixing(loss_fn, params, batch, cut, loss_call)
     # an error on the whole batch is an error of the loss itself, so it is not caught
-    whole_jaxpr, whole_results = _trace_loss(
-        loss_call.on_whole_batch(cut.pieces), loss_fn, params, batch
-    )
+    whole = _trace_loss(loss_call.on_whole_batch(cut.pieces), loss_fn, params, batch)
     dims = [dim for _, dim in cut.dims_of(leaves)]
-    loop_mixing = _find_loop_over_rows(whole_jaxpr, whole_results, num_params, dims)
-    if loop_mixing:
+    loop_mixing = _find_loop_over_rows(whole, dims)
+    if loop_mixing is not None:
         # before the loss is traced on a piece, because such losses take long to trace
         return loop_mixing
     piece_batch = treedef.unflatten([_cut(*pair, cut.pieces) for pair in cut.dims_of(leaves)])
     try:
-        piece_jaxpr, results = _trace_loss(loss_call, loss_fn, params, piece_batch)
+        piece = _trace_loss(loss_call, loss_fn, params, piece_batch)
     except Exception as error:
         piece_size = f"{lengths[0] // cut.pieces} of the {lengths[0]} {cut.unit}"
         error_line = f"{type(error).__name__}: {error}".splitlines()[0]
         reason = f"a piece is {piece_size}, on which the loss cannot be traced: {error_line}"
         return Mixing("the loss", reason, cause=error)
-    if [result[:2] for result in whole_results] != [result[:2] for result in results]:
-        return Mixing("the loss", "its results are of other kinds on a piece, or in another order.")
-    shapes = [
-        [var.aval.shape for var in jaxpr.jaxpr.outvars] for jaxpr in (whole_jaxpr, piece_jaxpr)
-    ]
-    shapes_differ = iter(
-        whole_shape != piece_shape for whole_shape, piece_shape in zip(*shapes, strict=True)
-    )
-    for result in results:
-        differing = [next(shapes_differ) for _ in result.leaves]
-        if any(differing):
-            return Mixing(result.name, "it has another shape on a piece than on the whole batch.")
-    relations: list[Relation] = [Same()] * num_params
-    relations += [Same() if dim is None else Split(dim, cut.blocks) for dim in dims]
-    relations += [
-        Same(drawn=True, keys=frozenset([(("key", i),)]))
-        for i, _ in enumerate(jax.tree.leaves(loss_call.key))
-    ]
+    mixing = _find_other_result(whole, piece)
+    if mixing is not None:
+        return mixing
+    relations = _argument_relations(whole.num_params, dims, cut.blocks, loss_call.key)
     try:
-        mixing = _find_unproved(whole_jaxpr, piece_jaxpr, relations, results, cut, loss_call)
+        mixing = _find_unproved(whole, piece, relations, cut, loss_call)
     except DifferentTracesError as error:
         op = None if error.eqn is None else Operation(error.eqn)
         reason = (
             f"it does other things on {lengths[0]} {cut.unit} than on {lengths[0] // cut.pieces}."
         )
-        return Mixing(
-            "the loss", reason, operation_name(op), () if op is None else (operation_line(op),)
-        )
-    if (
-        mixing is None
-        and loss_call.training
-        and (name := _trained_weight_name(whole_jaxpr, results, num_params))
-    ):
-        return Mixing(
-            "the loss",
-            TRAINED_WEIGHT.format(name),
-        )
-    return mixing
+        return _mixing_by("the loss", reason, op)
+    if mixing is not None or not loss_call.training:
+        return mixing
+    return _mixing_by_weight(whole)
+
+
+def _find_other_result(whole: _LossTrace, piece: _LossTrace) -> Mixing | None:
+    """Return why the loss has other results on a piece than on the whole batch; None if not."""
+    if [result[:2] for result in whole.results] != [result[:2] for result in piece.results]:
+        return Mixing("the loss", "its results are of other kinds on a piece, or in another order.")
+    for result, of_piece in zip(whole.results, piece.results, strict=True):
+        if [*map(np.shape, result.leaves)] != [*map(np.shape, of_piece.leaves)]:
+            return Mixing(result.name, "it has another shape on a piece than on the whole batch.")
+    return None
+
+
+def _argument_relations(
+    num_params: int, dims: Sequence[int | None], blocks: int, key: jax.Array | None
+) -> list[Relation]:
+    """Return how the arguments of the loss on the whole batch relate to those on a piece."""
+    relations: list[Relation] = [Same()] * num_params
+    relations += [Same() if dim is None else Split(dim, blocks) for dim in dims]
+    # each piece has another key, so the key is the same only in the sense of `drawn`
+    relations += [
+        Same(drawn=True, keys=frozenset([(("key", i),)]))
+        for i, _ in enumerate(jax.tree.leaves(key))
+    ]
+    return relations
 
 
 def _find_row_mixing(
@@ -268,9 +288,7 @@ def _find_row_mixing(
     leaves, treedef = jax.tree.flatten(batch)
     dims = [dim for _, dim in cut.dims_of(leaves)]
     _check_same_dims(loss_call.caller, loss, batch, dims)
-    row = treedef.unflatten(
-        [_without_dim(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
-    )
+    row = treedef.unflatten([_without_dim(*pair) for pair in cut.dims_of(leaves)])
     row_call = dataclasses.replace(
         loss_call,
         context=None,
@@ -281,26 +299,26 @@ def _find_row_mixing(
         return loss.of_row(params, row, rng)
 
     try:
-        jaxpr, results = _trace_loss(row_call, loss_of_row, params, row)
+        trace = _trace_loss(row_call, loss_of_row, params, row)
     except NameError as error:
         if "unbound axis name" not in str(error):
             raise
         return Mixing("the loss", f"a row names a mesh axis that carries rows: {error}.")
+    jaxpr = trace.jaxpr
     if _has_custom_vmap(jaxpr):
         return Mixing("the loss", CUSTOM_VMAP)
     if not loss_call.training:
         return None
-    num_params = len(jax.tree.leaves(params))
     try:
-        backward_pass = _backward_pass(jaxpr, num_params)
+        backward_pass = _backward_pass(trace)
     except NotImplementedError as error:  # a custom_vmap within a custom derivative
         reason = f"its backward pass cannot be traced for one row: {error}."
         return Mixing("the loss", reason, cause=error)
     if _has_custom_vmap(backward_pass):
         return Mixing("the loss", CUSTOM_VMAP)
-    name = _trained_weight_name(jaxpr, results, num_params)
-    if name:
-        return Mixing("the loss", TRAINED_WEIGHT.format(name))
+    mixing = _mixing_by_weight(trace)
+    if mixing is not None:
+        return mixing
     proof = ProofSettings(relate_jaxprs, cut.pieces, other_axes=row_call.other_axes, training=True)
     # One row is the same on every piece, so only a custom derivative can be unknown.
     relations = relate_jaxprs(proof, jaxpr, jaxpr, [Same()] * len(jaxpr.in_avals))
@@ -325,20 +343,20 @@ def _check_same_dims(caller: str, loss: PerRow, batch: PyTree, dims: Sequence[in
         raise ValueError(format_error(caller, problem, differing, fix))
 
 
-def _backward_pass(jaxpr: jex.ClosedJaxpr, num_params: int) -> jex.ClosedJaxpr:
+def _backward_pass(trace: _LossTrace) -> jex.ClosedJaxpr:
     """Return the trace of a loss with its gradient, so that custom derivatives are in it."""
 
     def gradient(*arguments: PyTree) -> PyTree:
-        params = arguments[:num_params]
-        batch_and_rng = arguments[num_params:]
+        params = arguments[: trace.num_params]
+        batch_and_rng = arguments[trace.num_params :]
 
         def of_params(*params: PyTree) -> list[jax.Array]:
-            return jex.jaxpr_as_fun(jaxpr)(*params, *batch_and_rng)
+            return jex.jaxpr_as_fun(trace.jaxpr)(*params, *batch_and_rng)
 
         results, pull_back = jax.vjp(of_params, *params)
         return pull_back([_cotangent(result) for result in results])
 
-    return jax.make_jaxpr(gradient)(*jaxpr.in_avals)
+    return jax.make_jaxpr(gradient)(*trace.jaxpr.in_avals)
 
 
 def _cotangent(result: jax.Array) -> Any:
@@ -348,10 +366,9 @@ def _cotangent(result: jax.Array) -> Any:
 
 
 def _find_unproved(
-    whole_jaxpr: Any,
-    piece_jaxpr: Any,
+    whole: _LossTrace,
+    piece: _LossTrace,
     relations: Sequence[Relation],
-    results: Sequence[_Result],
     cut: Cut,
     loss_call: LossCall,
 ) -> Mixing | None:
@@ -362,7 +379,7 @@ def _find_unproved(
     """
     # derivative rules are traced one by one, which takes longest. So the values are checked without
     # them first.
-    for with_derivative_rules in (False, True)[: 1 + loss_call.training]:
+    for with_derivative_rules in (False, True) if loss_call.training else (False,):
         proof = ProofSettings(
             relate_jaxprs,
             cut.pieces,
@@ -371,17 +388,14 @@ def _find_unproved(
             positions=cut.positions,
             training=with_derivative_rules,
         )
-        result_relations = iter(relate_jaxprs(proof, whole_jaxpr, piece_jaxpr, relations))
-        for result in results:
-            mixing = _find_problem(
-                result, [next(result_relations) for _ in result.leaves], cut.pieces
-            )
-            if mixing is not None:
-                return (
-                    mixing._replace(reason=_reworded_for_positions(mixing.reason))
-                    if cut.positions
-                    else mixing
-                )
+        result_relations = relate_jaxprs(proof, whole.jaxpr, piece.jaxpr, relations)
+        for result, leaf_relations in piece.by_result(result_relations):
+            mixing = _find_problem(result, leaf_relations, cut.pieces)
+            if mixing is None:
+                continue
+            if cut.positions:
+                return mixing._replace(reason=_reworded_for_positions(mixing.reason))
+            return mixing
     return None
 
 
@@ -397,16 +411,10 @@ def find_trained_weight(
       batch: the batch as shapes and dtypes.
       loss_call: how the loss is called.
     """
-    jaxpr, results = _trace_loss(loss_call, loss_fn, params, batch)
-    return _trained_weight_name(jaxpr, results, len(jax.tree.leaves(params)))
+    return _trained_weight_name(_trace_loss(loss_call, loss_fn, params, batch))
 
 
-def _trace_loss(
-    loss_call: LossCall, loss_fn: LossFn, params: PyTree, batch: PyTree
-) -> tuple[Any, list[_Result]]:
-    """Return the jaxpr of a loss, and its results: their leaves are the outputs of the jaxpr, in
-    order.
-    """
+def _trace_loss(loss_call: LossCall, loss_fn: LossFn, params: PyTree, batch: PyTree) -> _LossTrace:
     results: list[_Result] = []
     context = loss_call.context
 
@@ -422,41 +430,37 @@ def _trace_loss(
     jaxpr = jax.make_jaxpr(traced_loss, axis_env=list(loss_call.axis_sizes.items()))(
         params, batch, loss_call.key
     )
-    return jaxpr, results
+    return _LossTrace(jaxpr, results, len(jax.tree.leaves(params)))
 
 
-def _find_loop_over_rows(
-    jaxpr: Any, results: Sequence[_Result], num_params: int, dims: Sequence[int | None]
-) -> Mixing | None:
+def _find_loop_over_rows(trace: _LossTrace, dims: Sequence[int | None]) -> Mixing | None:
     """Return why the loss is no mean if a result follows from a loop whose number of turns follows
     from rows.
     """
-    arguments: list[dict[int, None]] = [{} for _ in jaxpr.jaxpr.invars]
+    arguments: list[dict[int, None]] = [{} for _ in trace.jaxpr.in_avals]
     for i, dim in enumerate(dims):
         if dim is not None:
-            arguments[num_params + i] = {i: None}
-    used = iter(leaves_used(jaxpr, arguments, mark_loops=True))
-    for result in results:
-        for leaves in [next(used) for _ in result.leaves]:
+            arguments[trace.num_params + i] = {i: None}
+    used = leaves_used(trace.jaxpr, arguments, mark_loops=True)
+    for result, used_by_leaves in trace.by_result(used):
+        for leaves in used_by_leaves:
             loop = leaves.get(LOOP)
             if loop is not None:
-                op = Operation(loop)
-                return Mixing(
-                    result.name, REASONS["loop"], operation_name(op), (operation_line(op),)
-                )
+                return _mixing_by(result.name, REASONS["loop"], Operation(loop))
     return None
 
 
-def _trained_weight_name(jaxpr: Any, results: Sequence[_Result], num_params: int) -> str | None:
+def _trained_weight_name(trace: _LossTrace) -> str | None:
     """Return the name of the first weight of the loss that has a gradient.
 
     None if there is none.
     """
-    arguments = [{i: None} if i < num_params else {} for i in range(len(jaxpr.jaxpr.invars))]
-    used = iter(leaves_used(jaxpr, arguments, differentiated=True))
+    arguments = [
+        {i: None} if i < trace.num_params else {} for i, _ in enumerate(trace.jaxpr.in_avals)
+    ]
+    used = leaves_used(trace.jaxpr, arguments, differentiated=True)
     num_weights = 0
-    for result in results:
-        used_by_leaves = [next(used) for _ in result.leaves]
+    for result, used_by_leaves in trace.by_result(used):
         if result.name == "the loss" and result.expected == "ratio":
             num_weights += 1
             if used_by_leaves[1]:
@@ -525,56 +529,63 @@ def _results_of_value(name: str, value: Any) -> list[_Result]:
 
 def _find_problem(result: _Result, relations: Sequence[Relation], pieces: int) -> Mixing | None:
     """Return why a result of the loss is not the expected mean, sum or extreme; None if it is."""
-    shares: list[Fraction] = []  # the c of W = c (P_0 + ... + P_{n-1})
-    ops = [
-        relation.op
-        for relation in relations
-        if isinstance(relation, Total | Extreme) and relation.op is not None
+    ops = [relation.op for relation in relations if isinstance(relation, Total | Extreme)]
+    op = next(filter(None, ops), None)
+    resolved = [
+        _resolve(relation, jnp.asarray(leaf).dtype, pieces)
+        for leaf, relation in zip(result.leaves, relations, strict=True)
     ]
-    operation, lines = (operation_name(ops[0]), (operation_line(ops[0]),)) if ops else ("", ())
-    for leaf, relation in zip(result.leaves, relations, strict=True):
-        relation = _resolve(relation, jnp.asarray(leaf).dtype, pieces)
+    for relation in resolved:
         if isinstance(relation, Unrelated):
             return _mixing_of_unknown(result.name, relation)
-        if isinstance(relation, Split | Shifted):
-            reason = (
-                "it holds a number for each row, and the mean over devices would be taken of those"
-                " of different rows."
-            )
-            return Mixing(result.name, reason, operation, lines)
-        if result.expected in ("max", "min"):
-            is_extreme = isinstance(relation, Extreme) and relation.kind == result.expected
-            if is_drawn(relation):
-                return Mixing(result.name, REASONS["drawn"], operation, lines)
-            if is_extreme or is_exactly_same(relation):
-                return None
-            name = "largest" if result.expected == "max" else "smallest"
-            reason = f"it is not shown to be the {name} of what the pieces give."
-            return Mixing(result.name, reason, operation, lines)
-        if isinstance(relation, Extreme):
-            return Mixing(result.name, REASONS["mixes"], operation, lines)
-        assert isinstance(relation, Same | Total)
-        if result.expected == "ratio" and shares and relation.drawn:
-            return Mixing(f"the weight of {result.name}", REASONS["drawn"], operation, lines)
-        shares.append(relation.ratio / pieces if isinstance(relation, Same) else relation.ratio)
+        reason = _leaf_problem(result.expected, relation)
+        if reason:
+            return _mixing_by(result.name, reason, op)
+    if result.expected in EXTREMES:
+        return None
+    if result.expected == "ratio" and is_drawn(resolved[1]):
+        return _mixing_by(f"the weight of {result.name}", REASONS["drawn"], op)
+    shares = [_share(relation, pieces) for relation in resolved]
+    reason = _share_problem(result.expected, shares, pieces)
+    return _mixing_by(result.name, reason, op) if reason else None
 
-    if result.expected == "mean" and shares[0] * pieces != 1:
-        summed = shares[0] == 1
-        return Mixing(
-            result.name,
-            "it is a sum over rows, where a mean is expected." if summed else REASONS["count"],
-            operation,
-            lines,
+
+def _leaf_problem(expected: str, relation: Relation) -> str:
+    """Return why a leaf is of another kind than its result needs; empty if it is of this kind."""
+    if isinstance(relation, Split | Shifted):
+        return (
+            "it holds a number for each row, and the mean over devices would be taken of those"
+            " of different rows."
         )
-    if result.expected == "sum" and shares[0] != 1:
-        return Mixing(result.name, "it is no sum over rows.", operation, lines)
-    if result.expected == "ratio" and shares[0] != shares[1]:
-        reason = (
+    if expected not in EXTREMES:
+        return REASONS["mixes"] if isinstance(relation, Extreme) else ""
+    if is_drawn(relation):
+        return REASONS["drawn"]
+    if is_exactly_same(relation) or (isinstance(relation, Extreme) and relation.kind == expected):
+        return ""
+    return f"it is not shown to be the {EXTREMES[expected]} of what the pieces give."
+
+
+def _share_problem(expected: str, shares: Sequence[Fraction], pieces: int) -> str:
+    """Return why totals with these shares are no mean, sum or ratio; empty if they are."""
+    if expected == "mean" and shares[0] == 1 != pieces:
+        return "it is a sum over rows, where a mean is expected."
+    if expected == "mean" and shares[0] * pieces != 1:
+        return REASONS["count"]
+    if expected == "sum" and shares[0] != 1:
+        return "it is no sum over rows."
+    if expected == "ratio" and shares[0] != shares[1]:
+        return (
             "its total and its weight do not grow alike with the number of rows, as two sums over"
             " rows do, or two means."
         )
-        return Mixing(result.name, reason, operation, lines)
-    return None
+    return ""
+
+
+def _share(relation: Relation, pieces: int) -> Fraction:
+    """Return the c of W = c (P_0 + ... + P_{n-1})."""
+    assert isinstance(relation, Same | Total)
+    return relation.ratio / pieces if isinstance(relation, Same) else relation.ratio
 
 
 def _resolve(relation: Relation, dtype: Any, pieces: int) -> Relation:
@@ -599,10 +610,21 @@ def _reworded_for_positions(reason: str) -> str:
     return reason.replace("rows", "positions").replace("each row", "each position")
 
 
+def _mixing_by_weight(trace: _LossTrace) -> Mixing | None:
+    """Return why a loss whose weight follows from parameters is no mean; None for other losses."""
+    weight = _trained_weight_name(trace)
+    return Mixing("the loss", TRAINED_WEIGHT.format(weight)) if weight else None
+
+
+def _mixing_by(result: str, reason: str, op: Operation | None) -> Mixing:
+    """Return the reason of a result that an operation, if one is known, takes from being a mean."""
+    lines = () if op is None else (operation_line(op),)
+    return Mixing(result, reason, operation_name(op), lines)
+
+
 def _mixing_of_unknown(result: str, relation: Unrelated) -> Mixing:
-    op = relation.op
     use = relation.use
-    lines = [] if op is None else [operation_line(op)]
-    if op is not None and use is not None and operation_name(use) != operation_name(op):
-        lines.append("whose result goes into " + operation_line(use))
-    return Mixing(result, REASONS[relation.reason], operation_name(op), tuple(lines))
+    mixing = _mixing_by(result, REASONS[relation.reason], relation.op)
+    if not mixing.lines or use is None or operation_name(use) == mixing.operation:
+        return mixing
+    return mixing._replace(lines=(*mixing.lines, "whose result goes into " + operation_line(use)))

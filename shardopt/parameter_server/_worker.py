@@ -23,13 +23,12 @@ from shardopt.core import (
     calling,
     format_error,
     is_key,
-    leaves_with_paths,
     type_error,
 )
 from shardopt.core._block_model import LossFn, abstract_key, as_block_model, call, run_blocks
 from shardopt.core._loss_parts import LossParts
 from shardopt.core._reducer import check_reducer
-from shardopt.losses._batch_dims import num_rows, resized, row_counts, row_dim
+from shardopt.losses._batch_dims import num_rows, resized, row_counts, row_dims
 from shardopt.losses._loss import step_key
 from shardopt.losses._parts import loss_parts
 from shardopt.losses._per_row import row_numbers
@@ -292,10 +291,8 @@ def _check_mean(
     config: StrategyConfig, params: PyTree, batch: PyTree, num_workers: int, rng: jax.Array | None
 ) -> None:
     union = resized(config, batch, rows=num_workers * num_rows(config, batch))
-    dims = [row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(union)]
-    mixing = find_mixing(
-        config.loss.loss_fn, params, union, Cut(num_workers, dims), LossCall(config.strategy, rng)
-    )
+    cut = Cut(num_workers, row_dims(config, union))
+    mixing = find_mixing(config.loss.loss_fn, params, union, cut, LossCall(config.strategy, rng))
     if mixing is None:
         return
     problem = (

@@ -7,10 +7,10 @@ from jax.sharding import PartitionSpec
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
-from shardopt.core import PyTree, TrainState, abstract, leaves_with_paths
+from shardopt.core import PyTree, TrainState, abstract
 from shardopt.core._loss_parts import LossParts
 from shardopt.core._trace_context import RowContext
-from shardopt.losses._batch_dims import map_rows, num_rows, resized, row_counts, row_dim
+from shardopt.losses._batch_dims import map_rows, num_rows, resized, row_counts, row_dims
 from shardopt.losses._obstacle import as_gathered
 from shardopt.losses._rows import with_rows
 from shardopt.losses._separable import Cut, LossCall, Mixing, find_mixing
@@ -97,13 +97,11 @@ class Totals:
             return None
         if config.num_pieces > 1 and self._views.of(layout, batch) == "per_device":
             return None
-        dims = [row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(batch)]
+        cut = Cut(2, row_dims(config, batch))
         two_batches = resized(config, batch, rows=2 * num_rows(config, batch))
         loss_call = LossCall(config.strategy, None, training=False)
         prove = on_mesh(config.home.auto, find_mixing, config.home.axes)
-        return prove(
-            config.loss.loss_fn, as_gathered(config, layout), two_batches, Cut(2, dims), loss_call
-        )
+        return prove(config.loss.loss_fn, as_gathered(config, layout), two_batches, cut, loss_call)
 
     def _run(self, program: AotCompiled, state: TrainState, batch: PyTree, valid: int) -> LossParts:
         counted = np.arange(self._pieces) < valid
