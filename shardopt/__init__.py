@@ -106,11 +106,13 @@ _MODULE_OF = {
     "schedules": "shardopt.pipeline",
 }
 """Name -> the module that has it, for names that load at their first use. Packages do so too."""
+_MORE_PACKAGES = ["data", "models"]
+"""Packages that `so.NAME` loads too. `from shardopt import *` leaves them out."""
 
 
 def __getattr__(name: str) -> Any:
     """Load a name that is used for the first time."""
-    if name not in __all__:
+    if name not in __all__ + _MORE_PACKAGES:
         raise AttributeError(f"module 'shardopt' has no attribute {name!r}")
     if name in _MODULE_OF:
         loaded = getattr(importlib.import_module(_MODULE_OF[name]), name)

@@ -5,8 +5,14 @@ import re
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from support.paths import ROOT
+
+import shardopt as so
 
 README = (ROOT / "README.md").read_text()
 
@@ -30,6 +36,32 @@ def test_the_python_runs_as_it_stands(tmp_path):
     loss, spec = done.stdout.split(maxsplit=1)
     assert float(loss) < 1e-3
     assert "('data', None)" in spec
+
+
+def test_names_that_pages_write_with_so_are_found_though_nothing_has_imported_them(monkeypatch):
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    text = "\n".join(page.read_text() for page in pages if "changes" not in page.name)
+    names = set(re.findall(r"\bso\.([A-Za-z]\w*)", text))
+    assert {"fsdp", "fit", "schedules", "models", "data"} <= names
+    for name in names:
+        if f"shardopt.{name}" in sys.modules:  # other tests have imported it
+            monkeypatch.delattr(so, name)
+        assert getattr(so, name) is not None
+
+
+def test_strategies_are_called_as_the_readme_says(mesh_of):
+    def loss_fn(params, batch):
+        return jnp.mean(batch @ params["w"])
+
+    params, batch = {"w": np.ones((8, 2), np.float32)}, np.ones((8, 8), np.float32)
+    for strategy in (so.ddp, so.zero, so.fsdp):
+        for mesh in (mesh_of(data=8), so.make_mesh(data=1, devices=jax.devices()[:1])):
+            opt = strategy(optax.adamw(0.1), mesh, loss_fn)
+            opt.step.lower(opt.abstract_state(params), batch)
+    with pytest.raises(TypeError, match="micro_batches"):
+        so.hybrid(optax.adamw(0.1), mesh, loss_fn)
+    with pytest.raises(TypeError, match="BlockModel"):
+        so.hybrid(optax.adamw(0.1), mesh, loss_fn, micro_batches=1)
 
 
 def test_the_example_has_ten_lines_and_the_own_loop_six():
