@@ -170,9 +170,9 @@ def sum_parts(parts: LossParts, axes: AxisTable) -> LossParts:
         if is_key(value):
             return _first_key(value[0], axes)
         if axes.stages:
-            (value,) = all_reduce(
-                [value.astype(jnp.int32) if value.dtype == bool else value], axes.stages
-            )
+            summable = value.astype(jnp.int32) if value.dtype == bool else value
+            (total,) = all_reduce([summable], axes.stages)
+            value = total.astype(value.dtype)
         if not is_inexact(value):
             return jax.lax.pmax(value.max(0), axes.summed)
         wide = widened(value).mean(0)

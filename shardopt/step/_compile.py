@@ -33,6 +33,8 @@ class AotCompiled:
       config: of the strategy.
       jitted: the function, whose `in_shardings` are on the mesh of our names. Its first argument
         always has the same shapes.
+      keeping: the same function without donation, for transformations: a gradient reads the
+        arguments once more.
       donated: keeps the buffers of the first argument distinct, if that is a donated state.
     """
 
@@ -40,10 +42,12 @@ class AotCompiled:
         self,
         config: StrategyConfig,
         jitted: jax.stages.Wrapped,
+        keeping: jax.stages.Wrapped,
         donated: DonatedState | None = None,
     ):
         self.config = config
         self.jitted = jitted
+        self.keeping = keeping
         self.donated = donated
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}
 
@@ -54,7 +58,7 @@ class AotCompiled:
         traced = [leaf for leaf in [*state_leaves, *leaves] if isinstance(leaf, Tracer)]
         if traced or not trace_state_clean():  # the loss may close over a tracer
             check_traced(self.config, traced)
-            return self.jitted(*args)
+            return self.keeping(*args)
         check_jit(self.config.strategy)
         signature = _signature(leaves, treedef)
         if signature not in self._compiled:
@@ -142,12 +146,13 @@ def make_program(
         if config.compiler_options is None
         else config.compiler_options
     )
-    jitted = jax.jit(
+    jit = functools.partial(
+        jax.jit,
         run_on_mesh,
         in_shardings=in_shardings,
         out_shardings=out_shardings,
-        donate_argnums=() if donated is None else (0,),
         keep_unused=keep_unused,
         compiler_options=dict(options),
     )
-    return AotCompiled(config, jitted, donated)
+    donated_args = () if donated is None else (0,)
+    return AotCompiled(config, jit(donate_argnums=donated_args), jit(), donated)
