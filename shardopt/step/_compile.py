@@ -68,7 +68,9 @@ class AotCompiled:
                 from shardopt.step._same_start import check_same_program
 
                 check_same_program(self.config, lowered)
-            compiled = self._compile(lowered)
+            trim_malloc()  # free the memory of initialisation and of smaller programs
+            compiled = lowered.compile()
+            trim_malloc()
             if self.config.check is not None:
                 with calling(self.config.strategy):
                     self.config.check(compiled, lowered)
@@ -98,12 +100,6 @@ class AotCompiled:
             return self.jitted.lower(
                 abstract(args[0]), *jax.tree.map(abstract_on_auto_axes, args[1:])
             )
-
-    def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        trim_malloc()  # free the memory of initialisation and of smaller programs
-        compiled = lowered.compile()
-        trim_malloc()
-        return compiled
 
 
 def _signature(leaves: Sequence[Any], treedef: TreeDef) -> Hashable:
