@@ -436,6 +436,20 @@ _REMOVAL_PAUSE = 0.1
 _clock = time.monotonic
 
 
+def check_checkpoints(checkpoints: Checkpoints | None) -> None:
+    """Refuse, by a TypeError, what lacks a method or attribute of `so.Checkpoints`."""
+    names = "directory every resume due due_in_memory memory_every save wait latest restore"
+    missing_names = [name for name in names.split() if not hasattr(checkpoints, name)]
+    if checkpoints is None or not missing_names:
+        return
+    problem = (
+        f"checkpoints must be a so.Checkpoints, got {type(checkpoints).__name__} without"
+        f" {', '.join(missing_names)}."
+    )
+    path_text = repr(checkpoints) if isinstance(checkpoints, str) else "directory"
+    raise type_error(problem, fix=f"pass so.Checkpoints({path_text}, every=100, keep=3).")
+
+
 def _check_every(every: int | datetime.timedelta) -> None:
     if not isinstance(every, datetime.timedelta):
         check_count("every", every)

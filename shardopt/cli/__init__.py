@@ -1,5 +1,6 @@
 """The command line: `shardopt train`, `tune`, `launch`, `vault`, `plan`, `audit` and `verify`."""
 
+import platform
 import sys
 from collections.abc import Sequence
 
@@ -19,7 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words == ["--version"]:
-        print(f"shardopt {version_of('shardopt')}")
+        versions = [f"{package} {version_of(package)}" for package in ("shardopt", "jax", "jaxlib")]
+        print(", ".join([*versions, f"Python {platform.python_version()}"]))
         return 0
     try:
         for module in ("tyro", "rich"):

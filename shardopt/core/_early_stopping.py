@@ -74,6 +74,17 @@ class StoppingState(NamedTuple):
     wait: int = 0
 
 
+def check_early_stopping(early_stopping: EarlyStopping | None) -> None:
+    """Refuse, by a TypeError, an argument that is no rule of early stopping."""
+    if early_stopping is not None and not isinstance(early_stopping, EarlyStopping):
+        problem = (
+            "early_stopping must be a so.training.EarlyStopping, got"
+            f" {type(early_stopping).__name__}."
+        )
+        fix = 'pass so.training.EarlyStopping("val_loss", patience=5).'
+        raise type_error(problem, fix=fix)
+
+
 def update(
     rule: EarlyStopping | None, state: StoppingState, step: int, metrics: Mapping[str, float]
 ) -> StoppingState:

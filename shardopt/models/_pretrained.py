@@ -156,7 +156,9 @@ class Pretrained:
         paths_and_leaves = leaves_with_paths(self.abstract_params)
         num_bytes = 0
         arrays = []
-        with show_progress(len(paths_and_leaves), shown=progress) as display:
+        with show_progress(
+            len(paths_and_leaves), shown=progress, work="reading weights"
+        ) as display:
             for (path, leaf), sharding in zip(
                 paths_and_leaves, jax.tree.leaves(shardings), strict=True
             ):
@@ -214,8 +216,16 @@ class Pretrained:
         if dtype is not None:
             hf_config.pop("torch_dtype", None)
             hf_config["dtype"] = np.dtype(dtype).name
-        options = {"dtype": dtype, "max_file_bytes": max_file_bytes, "progress": progress}
-        return write_weights(folder, params, self.places, hf_config, source=self.folder, **options)
+        return write_weights(
+            folder,
+            params,
+            self.places,
+            hf_config,
+            source=self.folder,
+            dtype=dtype,
+            max_file_bytes=max_file_bytes,
+            progress=progress,
+        )
 
 
 def sharding_of_weight(
@@ -271,7 +281,7 @@ def write_weights(
         for name, tensor in file.tensors.items():
             for place in places[name]:
                 by_leaf.setdefault(place.leaf, []).append((tensor, place))
-    with show_progress(len(leaves), shown=progress) as display:
+    with show_progress(len(leaves), shown=progress, work="writing weights") as display:
         for done, (path, leaf) in enumerate(leaves.items(), 1):
             _save_leaf(leaf, by_leaf[path])
             display.advance(done)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from shardopt.checkpoint._checkpoints import Checkpoints, check_may_resume
+from shardopt.checkpoint._checkpoints import Checkpoints, check_checkpoints, check_may_resume
 from shardopt.core import (
     PyTree,
     calling,
@@ -20,7 +20,7 @@ from shardopt.core import (
     value_error,
 )
 from shardopt.core import _early_stopping as stopping
-from shardopt.core._early_stopping import EarlyStopping, StoppingState
+from shardopt.core._early_stopping import EarlyStopping, StoppingState, check_early_stopping
 from shardopt.parameter_server._coordinator import Coordinator, Milestone, SavePolicy
 from shardopt.parameter_server._run import AsyncRun, RunSnapshot, load_snapshot, restore_run
 from shardopt.parameter_server._server import ParameterServer
@@ -46,24 +46,8 @@ class Callbacks:
 
     def __post_init__(self):
         check_flag("progress", self.progress)
-        for name, kind, known_as, fix in (
-            (
-                "checkpoints",
-                Checkpoints,
-                "Checkpoints",
-                "so.Checkpoints(folder, every=100, keep=3)",
-            ),
-            (
-                "early_stopping",
-                EarlyStopping,
-                "training.EarlyStopping",
-                'so.training.EarlyStopping("loss", patience=5)',
-            ),
-        ):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, kind):
-                problem = f"{name} must be a shardopt.{known_as}, got {type(value).__name__}."
-                raise type_error(problem, fix=f"pass {fix}.")
+        check_checkpoints(self.checkpoints)
+        check_early_stopping(self.early_stopping)
         if self.evaluate is not None and not callable(self.evaluate):
             raise type_error(
                 "evaluate must be a function (params) -> metrics, got"

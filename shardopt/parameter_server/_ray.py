@@ -378,7 +378,9 @@ class RayDriver:
             raise ServerLostError(
                 format_error(caller, f"{problem} before its first checkpoint.", fix=fix)
             )
-        self.lost_updates += max(0, self.last_version - int(snapshot.state.step))
+        version = int(snapshot.state.step)
+        self.lost_updates += max(0, self.last_version - version)
+        _LOG.warning("%s: the server was killed; it restarts at version %d.", caller, version)
         self.start_server(snapshot)
         self.start_work()
 

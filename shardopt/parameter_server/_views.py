@@ -6,7 +6,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from shardopt.core import MAX_LISTED, plural
 
 if TYPE_CHECKING:
     from shardopt.parameter_server._log import Event
@@ -188,22 +190,16 @@ class WorkerStats:
         return tuple(status_of(worker) for worker in sorted(self._last_event))
 
 
-class Show(Protocol):
-    """Shows a run.
-
-    It may be called very often, and calls `status()` only when it shows the result.
-    """
-
-    def __call__(self, status: Callable[[], Status], last: bool = False) -> None:
-        """Show the status if enough time has passed since the previous one, or if it is the `last`."""
-        ...
-
-
 _LINE_SECONDS = 10.0
 
 
-def make_show(caller: str, *, shown: bool) -> Show:
-    """Return a function that prints the state of a run as a line, now and then; or prints nothing."""
+def make_show(caller: str, *, shown: bool) -> Callable[..., None]:
+    """Return `show(status, last=False)`, which prints a run as a line, now and then; or prints
+    nothing.
+
+    It may be called very often, and calls `status()` only for a line: if enough time has passed
+    since the previous one, or if it is the `last`.
+    """
     last_shown = -float("inf")
 
     def show_if_due(status: Callable[[], Status], last: bool = False) -> None:
@@ -218,13 +214,23 @@ def make_show(caller: str, *, shown: bool) -> Show:
 
 def progress_line(caller: str, status: Status) -> str:
     """Return the state of a run as one line."""
-    activities = Counter(worker.doing for worker in status.workers)
-    workers = ", ".join(
-        f"{count} {doing.removesuffix('s') if count > 1 else doing}"
-        for doing, count in activities.items()
-    )
+    groups: dict[str, list[str]] = {}
+    for worker in status.workers:
+        has_restarted = worker.is_new and worker.pushes and worker.doing != "gone"
+        doing = "restarts" if has_restarted else worker.doing
+        groups.setdefault(doing, []).append(str(worker.worker))
+    texts = []
+    for doing, numbers in groups.items():
+        verb = doing.removesuffix("s") if len(numbers) > 1 else doing
+        names = f" ({', '.join(numbers[:MAX_LISTED])})" if doing in ("restarts", "gone") else ""
+        texts.append(f"{len(numbers)} {verb}{names}")
+    present = [worker for worker in status.workers if worker.doing != "gone"]
+    by_clock = sorted(present, key=lambda worker: worker.clock)
+    if by_clock and by_clock[0].clock < by_clock[-1].clock:
+        behind = by_clock[-1].clock - by_clock[0].clock
+        texts.append(f"slowest {by_clock[0].worker} ({plural(behind, 'step')} behind)")
     rate = sum(worker.pushes for worker in status.workers) / max(status.seconds, 1e-9)
     return (
         f"{caller}: update {status.updates}/{status.num_updates}  {rate:.4g} pushes/s "
-        f" workers: {workers}"
+        f" workers: {', '.join(texts)}"
     )

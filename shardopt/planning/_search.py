@@ -599,6 +599,7 @@ def _table(plans: Plans, count: int) -> str:
             *lines,
             *([f"... and {unlisted} more that fit"] if unlisted > 0 else []),
             (
+                "MFU: flops of the model / flops that the chips could do\n"
                 f"{plural(too_large, 'layout')} dropped for memory ({plans.limit / 1e9:.1f} GB per"
                 f" {'chip' if plans.hardware.devices == 1 else 'device'} may be used)"
             ),

@@ -1,7 +1,6 @@
 """The arguments of `fit`: their checks before a step runs, and the record that the run reads."""
 
 import dataclasses
-import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, cast
@@ -188,46 +187,6 @@ def split_evaluate(
         fix = "pass so.training.evaluation(opt, batches) or your own function."
         raise type_error(problem, fix=fix)
     return function, every
-
-
-def check_early_stopping(early_stopping: EarlyStopping | None) -> None:
-    """Refuse, by a TypeError, an argument that is no rule of early stopping."""
-    if early_stopping is not None and not isinstance(early_stopping, EarlyStopping):
-        problem = (
-            "early_stopping must be a so.training.EarlyStopping, got"
-            f" {type(early_stopping).__name__}."
-        )
-        fix = 'pass so.training.EarlyStopping("val_loss", patience=5).'
-        raise type_error(problem, fix=fix)
-
-
-def check_checkpoints(checkpoints: Checkpoints | None) -> None:
-    """Refuse, by a TypeError, what lacks a method or attribute of `so.Checkpoints`."""
-    required_names = [
-        "directory",
-        "every",
-        "resume",
-        "due",
-        "due_in_memory",
-        "memory_every",
-        "save",
-        "wait",
-        "latest",
-        "restore",
-    ]
-    if checkpoints is not None and (
-        missing_names := [name for name in required_names if not hasattr(checkpoints, name)]
-    ):
-        problem = (
-            f"checkpoints must be a so.Checkpoints, got {type(checkpoints).__name__} without"
-            f" {', '.join(missing_names)}."
-        )
-        path_text = (
-            repr(os.fspath(checkpoints))
-            if isinstance(checkpoints, str | os.PathLike)
-            else "directory"
-        )
-        raise type_error(problem, fix=f"pass so.Checkpoints({path_text}, every=100, keep=3).")
 
 
 def check_hash_only(

@@ -4,9 +4,11 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
-from shardopt.checkpoint._checkpoints import Checkpoints
+import jax
+
+from shardopt.checkpoint._checkpoints import Checkpoints, check_checkpoints
 from shardopt.core import PyTree, TrainState, calling, check_count, check_flag
-from shardopt.core._early_stopping import EarlyStopping, best
+from shardopt.core._early_stopping import EarlyStopping, best, check_early_stopping
 from shardopt.core._place import check_joined
 from shardopt.core._tracebacks import api_boundary
 from shardopt.runtime._turn import StopRun
@@ -14,8 +16,6 @@ from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.training._arguments import (
     Arguments,
     check_batches,
-    check_checkpoints,
-    check_early_stopping,
     check_hash_only,
     check_optimizer_and_state,
     check_rounds,
@@ -23,7 +23,7 @@ from shardopt.training._arguments import (
 )
 from shardopt.training._evaluation import Evaluate
 from shardopt.training._goodput import Goodput
-from shardopt.training._loggers import Log, as_loggers
+from shardopt.training._loggers import Log, as_loggers, metrics_text
 from shardopt.training._norms import check_norms_every
 from shardopt.training._profile import check_profile
 from shardopt.training._resume import DeferredInit
@@ -56,6 +56,16 @@ class FitResult(NamedTuple):
     history: list[dict[str, float]]
     best: dict[str, float] | None
     goodput: Goodput
+
+    def __repr__(self) -> str:
+        """Return a few lines without the arrays of the state."""
+        lines = [f"FitResult: {self.stopped} at step {self.step}", str(self.goodput)]
+        if self.history:
+            lines.insert(1, f"last metrics: {metrics_text(self.history[-1])}")
+        if self.best:
+            lines.append(f"best: {metrics_text(self.best)}")
+        num_elements = sum(leaf.size for leaf in jax.tree.leaves(self.state.params))
+        return "\n  ".join([*lines, f"state: {num_elements:,} parameters"])
 
     @property
     def exit_code(self) -> int:

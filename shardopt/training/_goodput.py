@@ -65,9 +65,9 @@ class Goodput(NamedTuple):
         lost = ", ".join(
             f"{name} {_percent(seconds / self.seconds)}" for name, seconds in self.lost.items()
         )
-        return f"goodput {_percent(self.fraction)} of {self.seconds:.0f} s" + (
-            f"; lost to {lost}" if lost else ""
-        )
+        share = f"goodput {_percent(self.fraction)} of {self.seconds:.0f} s"
+        text = f"{share}, in steps taken for the first time"
+        return f"{text}; lost to {lost}" if lost else text
 
 
 class _Attempt(NamedTuple):

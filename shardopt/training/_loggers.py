@@ -152,6 +152,10 @@ def _is_before(line: str, step: int) -> bool:
         return False
 
 
+def _do_nothing(*_) -> None:
+    pass
+
+
 class Display(NamedTuple):
     """Functions that show a run to a person.
 
@@ -163,22 +167,23 @@ class Display(NamedTuple):
         total is None if unknown.
     """
 
-    say: Callable[[str], None]
-    advance: Callable[[int], None]
-    report: Callable[[int, Mapping[str, float]], None]
-    evaluate: ShowBatches
+    say: Callable[[str], None] = _do_nothing
+    advance: Callable[[int], None] = _do_nothing
+    report: Callable[[int, Mapping[str, float]], None] = _do_nothing
+    evaluate: ShowBatches = _do_nothing
 
 
 @contextmanager
 def show_progress(
-    num_steps: int, *, shown: bool, console: "Console | None" = None
+    num_steps: int, *, shown: bool, work: str = "step", console: "Console | None" = None
 ) -> Iterator[Display]:
     """Yield functions that show a run of `num_steps` steps on the first process.
 
-    Only messages if `shown` is False.
+    Only messages if `shown` is False. Other `work` than steps has its name in front of the counts,
+    such as "reading weights".
     """
     if jax.process_index() != 0:
-        yield Display(_do_nothing, _do_nothing, _do_nothing, _do_nothing)
+        yield Display()
         return
     screen = console
     if screen is None and is_installed("rich"):
@@ -193,15 +198,15 @@ def show_progress(
             screen.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def report_line(step: int, metrics: Mapping[str, float]) -> None:
-        say(f"step {step}/{num_steps}  {metrics_text(metrics)}")
+        say(f"{work} {step}/{num_steps}  {metrics_text(metrics)}")
 
     if not shown:
-        yield Display(say, _do_nothing, _do_nothing, _do_nothing)
+        yield Display(say)
     elif screen is not None and (screen.is_terminal or screen.is_jupyter):
-        with _progress_bar(num_steps, screen) as bar_functions:
+        with _progress_bar(num_steps, screen, work) as bar_functions:
             yield Display(say, *bar_functions)
     else:
-        yield Display(say, _do_nothing, report_line, _do_nothing)
+        yield Display(say, report=report_line)
 
 
 def metrics_text(metrics: Mapping[str, float]) -> str:
@@ -219,7 +224,7 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
 
 @contextmanager
 def _progress_bar(
-    num_steps: int, console: "Console"
+    num_steps: int, console: "Console", work: str
 ) -> Iterator[tuple[Callable, Callable, ShowBatches]]:
     from rich.progress import (
         BarColumn,
@@ -232,6 +237,7 @@ def _progress_bar(
     from rich.table import Column
 
     columns = (
+        TextColumn(work, markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -263,7 +269,3 @@ def _progress_bar(
             progress.update(evaluation_task, completed=done, total=total, visible=done != total)
 
         yield advance, report, evaluate
-
-
-def _do_nothing(*_) -> None:
-    pass

@@ -136,10 +136,15 @@ def test_help_starts_no_device():
     )
 
 
-def test_version_prints_the_version_and_needs_no_extra(capsys, monkeypatch):
+def test_version_is_one_line_of_versions_and_needs_no_extra(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tyro", None)
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"shardopt {importlib.metadata.version('shardopt')}\n"
+    versions = [
+        f"{package} {importlib.metadata.version(package)}"
+        for package in ("shardopt", "jax", "jaxlib")
+    ]
+    line = f"{', '.join(versions)}, Python {sys.version.split()[0]}\n"
+    assert capsys.readouterr().out == line
 
 
 @pytest.mark.parametrize("command", ["train", "tune"])

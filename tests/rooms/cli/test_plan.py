@@ -35,6 +35,7 @@ def test_plan_prints_a_table_and_what_to_type(capsys):
     assert code == 0
     assert lines[0] == "gpt2 (124 million parameters) on 4 chips of a100, 8 rows per batch"
     assert lines[4].startswith("... and ")
+    assert lines[5] == "MFU: flops of the model / flops that the chips could do"
     assert lines[-3] == "the first of them:"
     assert lines[-2].startswith("  mesh = so.make_mesh(data=")
     assert lines[-1].startswith("  opt = so.hybrid(tx, mesh, model, placement=")

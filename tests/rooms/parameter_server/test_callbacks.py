@@ -270,13 +270,14 @@ def test_bad_input_is_refused(regression, message_of):
 
     assert (
         run(checkpoints="folder")
-        == "async_sgd: checkpoints must be a shardopt.Checkpoints, got str.\n"
-        "Fix: pass so.Checkpoints(folder, every=100, keep=3)."
+        == "async_sgd: checkpoints must be a so.Checkpoints, got str without directory, every,"
+        " resume, due, due_in_memory, memory_every, save, wait, latest, restore.\n"
+        "Fix: pass so.Checkpoints('folder', every=100, keep=3)."
     )
     assert (
         run(early_stopping="loss")
-        == "async_sgd: early_stopping must be a shardopt.training.EarlyStopping, got str.\n"
-        'Fix: pass so.training.EarlyStopping("loss", patience=5).'
+        == "async_sgd: early_stopping must be a so.training.EarlyStopping, got str.\n"
+        'Fix: pass so.training.EarlyStopping("val_loss", patience=5).'
     )
     assert run(evaluate=3) == "async_sgd: evaluate must be a function (params) -> metrics, got int."
     assert run(evaluate_every=0) == "async_sgd: evaluate_every must be at least 1, got 0."

@@ -31,14 +31,46 @@ STATUS = Status(10.0, 18, 100, WORKERS)
 
 
 def test_progress_prints_a_line_now_and_then(capsys):
-    line = "async_sgd: update 18/100  1.8 pushes/s  workers: 1 computes, 1 waits, 1 gone\n"
+    line = (
+        "async_sgd: update 18/100  1.8 pushes/s  workers: 1 computes, 1 waits, 1 gone (12), slowest"
+        " 0 (1 step behind)\n"
+    )
     assert shown([STATUS], capsys) == line
     end = STATUS._replace(
-        updates=100, workers=tuple(worker._replace(doing="computes") for worker in WORKERS)
+        updates=100,
+        workers=tuple(worker._replace(doing="computes", clock=8) for worker in WORKERS),
     )
     assert shown([STATUS, STATUS, STATUS, end], capsys) == (
         line + "async_sgd: update 100/100  1.8 pushes/s  workers: 3 compute\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("workers", "text"),
+    [
+        (
+            [WorkerStatus(4, "computes", 9, 9), WorkerStatus(7, "loads", 9, 9)],
+            "1 computes, 1 loads",
+        ),
+        (
+            [WorkerStatus(4, "computes", 9, 9), WorkerStatus(7, "computes", 3, 3)],
+            "2 compute, slowest 7 (6 steps behind)",
+        ),
+        (
+            [WorkerStatus(4, "computes", 5, 9), WorkerStatus(7, "computes", 5, 3, is_new=True)],
+            "1 computes, 1 restarts (7)",
+        ),
+        ([WorkerStatus(4, "computes", is_new=True)], "1 computes"),
+        (
+            [WorkerStatus(number, "gone", number) for number in range(10)],
+            "10 gone (0, 1, 2, 3, 4, 5, 6, 7)",
+        ),
+        ([], ""),
+    ],
+)
+def test_a_line_names_the_workers_that_are_slow_restarted_or_gone(workers, text):
+    line = views.progress_line("async_sgd", Status(10.0, 18, 100, tuple(workers)))
+    assert line.endswith(f"workers: {text}")
 
 
 def test_status_is_asked_for_only_when_it_is_shown():

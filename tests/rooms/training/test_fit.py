@@ -9,6 +9,7 @@ import pytest
 from support.compilations import compilations
 
 from shardopt.core import NonFiniteLossError
+from shardopt.core._early_stopping import EarlyStopping
 from shardopt.training import evaluation
 from shardopt.training._fit import fit
 
@@ -42,6 +43,25 @@ def test_num_steps_counts_from_the_state(opt, new_state, batches, same):
     second = fit(opt, first.state, stream, num_steps=20, progress=False)
     assert (first.step, second.step) == (7, 20)
     assert same(second.state, fit(opt, new_state(), batches, num_steps=20, progress=False).state)
+
+
+@pytest.mark.parametrize("num_steps", [0, 12])
+def test_a_result_prints_a_few_lines_without_arrays(opt, new_state, batches, num_steps):
+    rule = EarlyStopping("loss", patience=100)
+    result = fit(
+        opt, new_state(), batches, num_steps=num_steps, early_stopping=rule, progress=False
+    )
+    lines = repr(result).splitlines()
+    assert str(result) == repr(result)
+    assert lines[0] == f"FitResult: completed at step {num_steps}"
+    assert max(map(len, lines)) < 160
+    text = "\n".join(lines[1:])
+    num_elements = sum(leaf.size for leaf in jax.tree.leaves(result.state.params))
+    assert f"state: {num_elements:,} parameters" in text
+    assert "goodput" in text
+    has_metrics = num_steps > 0
+    assert ("best: step" in text) == has_metrics
+    assert ("last metrics: step 12  loss" in text) == has_metrics
 
 
 @pytest.mark.parametrize("num_steps", [0, 3, 5])

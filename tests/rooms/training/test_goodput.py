@@ -80,7 +80,9 @@ def test_every_second_has_a_cause_across_a_hang_and_a_death(clock, tmp_path, mon
 @pytest.mark.fast
 def test_goodput_prints_its_share_and_its_losses():
     report = Goodput(0.5, 50.0, 100.0, {"compile": 40.0, "hang": 1.0}, 0)
-    assert str(report) == "goodput 50% of 100 s; lost to compile 40%, hang 1.0%"
+    assert str(report) == (
+        "goodput 50% of 100 s, in steps taken for the first time; lost to compile 40%, hang 1.0%"
+    )
 
 
 @pytest.mark.fast

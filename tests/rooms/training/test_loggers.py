@@ -193,6 +193,18 @@ def test_messages_appear_in_any_case(shown):
     assert file.getvalue() == "a message that is longer than the console is wide, [bold]as it is\n"
 
 
+@pytest.mark.parametrize("work", ["step", "reading weights", "writing weights"])
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_line_and_a_bar_name_the_work(work, is_terminal):
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=is_terminal, width=100, color_system=None)
+    with show_progress(12, shown=True, work=work, console=console) as display:
+        display.advance(3)
+        display.report(3, {"GB": 0.5})
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
+    assert re.search(rf"\b{work} .*3/12 .*GB 0\.5", shown)
+
+
 def test_a_terminal_shows_a_bar():
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=100, color_system=None)
