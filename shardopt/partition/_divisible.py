@@ -12,7 +12,10 @@ def not_divided(dim: int, length: int, axis: str, size: int) -> str:
 
 
 def sizes_that_divide(axis: str, lengths: Collection[int]) -> str:
-    """Return the sizes of an axis that divide all these lengths, at most the eight smallest."""
-    common = math.gcd(*lengths)
+    """Return the sizes of an axis that divide all these lengths, at most the eight smallest.
+
+    1 if there are no lengths.
+    """
+    common = math.gcd(*lengths) or 1
     *smaller, largest = [size for size in range(1, common + 1) if common % size == 0][:8]
     return f"{axis}={', '.join(map(str, smaller))}{' or ' if smaller else ''}{largest}"

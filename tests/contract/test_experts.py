@@ -306,6 +306,12 @@ def test_experts_that_the_axis_does_not_divide_are_refused(mesh_of):
         so.ddp(TX, mesh_of(expert=4), weighted, rules=[("up", "experts")]).specs(odd)
 
 
+def test_a_leaf_of_experts_without_dims_is_refused(mesh_of):
+    scalar = shapes(weighted) | {"scale": jax.ShapeDtypeStruct((), jnp.float32)}
+    with pytest.raises(ValueError, match=r"scale: shape \(\); no dim counts experts\nFix: choose"):
+        so.ddp(TX, mesh_of(expert=4), weighted, rules=[("scale", "experts")]).specs(scalar)
+
+
 def test_a_reducer_is_refused(mesh_of):
     with pytest.raises(ValueError, match="those of experts differ along expert"):
         so.ddp(TX, mesh_of(expert=4), weighted, rules=LEAVES, reducer=so.reducers.int8())
