@@ -2,6 +2,7 @@
 number. docs/values.md has the table.
 """
 
+import dataclasses
 import inspect
 import re
 
@@ -193,6 +194,52 @@ def test_integers_that_jax_would_wrap_are_refused(dtype, value):
         f"  x: {np.dtype(dtype)} from 3 to {value}\n"
         "Fix: count from a smaller number, or set jax_enable_x64."
     )
+
+
+def gradients_of_padding(tied, tokens, targets):
+    """Return the gradients of ours, and of torch: it leaves out the row `padding_idx` where the
+    embedding reads it. A tied head adds its own gradient.
+    """
+    config = DecoderConfig(vocab_size=V, dim=16, num_layers=1, num_heads=2, hidden=16, tied=tied)
+    untied_config = dataclasses.replace(config, tied=False)
+    params = decoder.init(config, jax.random.key(0))
+    batch = {"tokens": tokens, "targets": targets}
+
+    def gradients(config, params):
+        def loss(params):
+            parts = decoder.model(config).loss_fn(params, batch)
+            return parts.total / parts.weight
+
+        return jax.jit(jax.grad(loss))(params)
+
+    parts = gradients(untied_config, {"head": params["embedding"], **params})
+    embedding = parts["embedding"].at[PADDING].set(0)
+    if tied:
+        embedding += parts.pop("head")
+    return gradients(config, params), {**parts, "embedding": embedding}
+
+
+PADDING = 0
+
+
+@pytest.mark.parametrize("tied", tiered([False, True], lambda tied: tied))
+def test_padding_at_the_end_of_rows_has_the_gradient_of_torch(tied):
+    is_padding = np.arange(8) >= np.array([[8], [5], [3], [6]])
+    tokens = np.where(is_padding, PADDING, 1 + TOKENS[:, :-1] % (V - 1))
+    targets = np.where(is_padding, -100, TOKENS[:, 1:])
+    ours, of_torch = gradients_of_padding(tied, tokens, targets)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), ours, of_torch)
+
+
+@pytest.mark.parametrize("tied", tiered([False, True], lambda tied: tied))
+def test_padding_that_is_a_real_token_differs_from_torch_in_its_row_as_the_page_says(tied):
+    tokens = TOKENS[:, :-1].copy()
+    tokens[:, 2] = PADDING
+    ours, of_torch = gradients_of_padding(tied, tokens, TOKENS[:, 1:])
+    assert np.abs(ours["embedding"] - of_torch["embedding"])[PADDING].max() > 1e-4
+    zeroed = {**ours, "embedding": ours["embedding"].at[PADDING].set(0)}
+    difference = np.abs(zeroed["embedding"] - of_torch["embedding"]).max()
+    assert (difference > 1e-4) if tied else (difference < 1e-6)
 
 
 def test_rows_longer_than_a_table_of_positions_are_refused_when_traced():
