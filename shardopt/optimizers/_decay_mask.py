@@ -25,7 +25,7 @@ def decay_mask(params: PyTree, *, stacked: str = _STACKED) -> PyTree:
 
     Returns:
       A tree like the parameters. A leaf is True if one block of it has two dims or more, and its
-      name does not end in "bias" or "norm".
+      name does not end in "bias", "scale" or "norm". The "/value" of a variable of flax is no name.
 
     Example:
       >>> import jax.numpy as jnp
@@ -37,6 +37,6 @@ def decay_mask(params: PyTree, *, stacked: str = _STACKED) -> PyTree:
     def is_weight(path: jax.tree_util.KeyPath, leaf: jax.Array) -> bool:
         name = path_text(path)
         num_dims = jnp.ndim(leaf) - (re.search(stacked, name) is not None)
-        return num_dims > 1 and not name.endswith(("bias", "norm"))
+        return num_dims > 1 and not name.removesuffix("/value").endswith(("bias", "scale", "norm"))
 
     return jax.tree_util.tree_map_with_path(is_weight, params)

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen, nnx
+from support.tiers import tiered
 
 import shardopt as so
 from shardopt.core._types import leaves_with_paths
@@ -29,6 +31,60 @@ def test_norms_and_biases_of_models_are_not_decayed(name):
     assert {path for path in mask if path.endswith(("up", "down", "out", "embedding"))}.isdisjoint(
         undecayed_paths
     )
+
+
+def nnx_params(make):
+    return so.interop.nnx(make(nnx.Rngs(0)), lambda module, batch: 0.0).params
+
+
+def attention(rngs):
+    """Biases of queries, keys and values are [H, K]."""
+    return nnx.MultiHeadAttention(
+        num_heads=2, in_features=8, decode=False, normalize_qk=True, rngs=rngs
+    )
+
+
+class OnTwoDims(nnx.Module):
+    def __init__(self, rngs):
+        self.scale = nnx.Param(jnp.ones((2, 4)))  # of a norm over two dims
+        self.up = nnx.LinearGeneral((2, 4), (3, 5), axis=(-2, -1), rngs=rngs)
+
+
+class Stacked(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.vmap(attention)(rngs.fork(split=3))
+
+
+def boxed(key):
+    """A linen model whose leaves name their dims."""
+    names = linen.with_partitioning
+    layer = linen.DenseGeneral(
+        (2, 4),
+        kernel_init=names(jax.nn.initializers.ones, (None, "heads", None)),
+        bias_init=names(jax.nn.initializers.zeros, ("heads", None)),
+    )
+    return layer.init(key, jnp.ones((1, 8)))["params"]
+
+
+OF_FLAX = {
+    "attention of nnx": lambda: nnx_params(attention),
+    "a norm over two dims": lambda: nnx_params(OnTwoDims),
+    "stacked attention of nnx": lambda: nnx_params(Stacked),
+    "boxed leaves of linen": lambda: boxed(jax.random.key(0)),
+    "attention of linen": lambda: linen.MultiHeadDotProductAttention(2).init(
+        jax.random.key(0), jnp.ones((1, 3, 8))
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", tiered(OF_FLAX, lambda name: "stacked" in name or "boxed" in name))
+def test_weights_of_flax_are_decayed_and_its_biases_and_norms_are_not(name):
+    mask = dict(leaves_with_paths(so.optimizers.decay_mask(jax.eval_shape(OF_FLAX[name]))))
+    assert {path for path, is_decayed in mask.items() if is_decayed} == {
+        path for path in mask if "kernel" in path
+    }
+    assert any("bias" in path for path in mask)
 
 
 def test_decay_changes_weights_alone():
