@@ -94,7 +94,7 @@ def _parts_on_tpu(
     mesh_sizes = {"data": 1, **mesh_under_trace().shape}
     if precision is None and mesh_sizes.get(TENSOR, 1) == 1 and isinstance(up, Array):
         # rows [C, F] of D are gathered as rows of a matrix
-        is_matrix = largest_divisible_dim(up.shape, shard_axes(mesh_sizes).size, (False,) * 3) == 0
+        is_matrix = largest_divisible_dim(up.shape, shard_axes(mesh_sizes).size, (None,) * 3) == 0
         D, C, _ = up.shape
         weight_product, letter = ("btd,df->btf", "f") if is_matrix else ("btd,dcf->cbtf", "c")
         parts = Parts("btd,df->btf", weight_product, letter, C)

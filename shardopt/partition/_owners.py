@@ -67,6 +67,5 @@ def _dim_of_stack(plan: LeafPlan, size: int) -> int:
     assert plan.dim is not None
     if TENSOR not in tuple(plan.tensor) and plan.shape[0] % size == 0:
         return 0
-    taken = (True, *(entry is not None for entry in plan.tensor[1:]))
-    dim_of_matrix = largest_divisible_dim(plan.shape, size, taken)
+    dim_of_matrix = largest_divisible_dim(plan.shape, size, (TENSOR, *plan.tensor[1:]))
     return plan.dim if dim_of_matrix is None else dim_of_matrix

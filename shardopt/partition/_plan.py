@@ -5,7 +5,7 @@ optimizer state.
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -28,6 +28,7 @@ from shardopt.mesh import size_along, spec_axes
 from shardopt.partition._divisible import not_divided, sizes_that_divide
 from shardopt.partition._rules import match_rules, matches, patterns_of
 
+Shape = tuple[int, ...]
 COLUMNS = 1
 """The dim of the columns of a table [V, D]."""
 EXPERT = "expert"
@@ -122,18 +123,19 @@ class LeafPlan:
 
         If `sharded`, also the axes of the placement.
         """
-        return PartitionSpec(*map(_first_if_not_none, self.tensor, self.data_spec(sharded=sharded)))
+        entries = zip(self.tensor, self.data_spec(sharded=sharded), strict=True)
+        return PartitionSpec(*(data if tensor is None else tensor for tensor, data in entries))
 
     def of_block(self) -> "LeafPlan":
         """Return the plan of one block of a stacked leaf, without the stacked dim."""
-        dim = None if self.dim is None else self.dim - 1
-        block_fields = {
-            "shape": self.shape[1:],
-            "tensor": PartitionSpec(*self.tensor[1:]),
-            "dim": dim,
-        }
         return dataclasses.replace(
-            self, **block_fields, stacked=False, pipelined=False, spread=None
+            self,
+            shape=self.shape[1:],
+            tensor=PartitionSpec(*self.tensor[1:]),
+            dim=None if self.dim is None else self.dim - 1,
+            stacked=False,
+            pipelined=False,
+            spread=None,
         )
 
     def data_spec(self, *, sharded: bool) -> PartitionSpec:
@@ -148,12 +150,6 @@ class LeafPlan:
         if self.experts:
             entries[int(self.stacked)] = EXPERT
         return PartitionSpec(*entries)
-
-
-def _first_if_not_none(
-    first: str | None, second: str | tuple[str, ...] | None
-) -> str | tuple[str, ...] | None:
-    return second if first is None else first
 
 
 class LeafPlanOptions(NamedTuple):
@@ -197,7 +193,7 @@ class _Leaf(NamedTuple):
     path: str
     array: jax.ShapeDtypeStruct
     is_block: bool
-    shape: tuple[int, ...]
+    shape: Shape
     spec: PartitionSpec
     counts_experts: bool
     whole: str = ""
@@ -231,7 +227,8 @@ def plan_leaves(abstract_params: PyTree, mesh: Mesh, options: LeafPlanOptions) -
         for leaf in _ruled_leaves(abstract_params, options)
     ]
     _check_tensor(leaves, tensor_size, whole_patterns)
-    _check_experts(leaves, mesh.shape.get(EXPERT))
+    if EXPERT in mesh.shape:
+        _check_experts(leaves, mesh.shape[EXPERT])
     plans = [_plan_leaf(leaf, mesh, options) for leaf in leaves]
     return with_leaves(abstract_params, plans)
 
@@ -266,52 +263,62 @@ def _whole_if_indivisible(
 
 
 def _plan_leaf(leaf: _Leaf, mesh: Mesh, options: LeafPlanOptions) -> LeafPlan:
-    axes = shard_axes(mesh.shape)
-    shape = leaf.shape
     spec = leaf.spec
-    experts = leaf.counts_experts and EXPERT in mesh.shape
-    if experts:
-        axes = axes.without(EXPERT, mesh.shape)
     if mesh.shape.get("tensor", 1) == 1:
         # a tensor axis of size 1 splits nothing, so data may take the dim that it would split
-        spec = PartitionSpec(*[None] * len(shape))
-    spec_with_expert = PartitionSpec(EXPERT, *spec[1:]) if experts else spec
-    dim, reason = data_dim(shape, spec_with_expert, axes, options.min_shard_elements)
-    if dim is not None and leaf.counts_experts:
-        dim = min(
-            divisible_dims(shape, axes.size, tuple(entry is not None for entry in spec_with_expert))
-        )
-    if (
-        leaf.path in options.tables
-        and dim is not None
-        and spec[COLUMNS] is None
-        and shape[COLUMNS] % axes.size == 0
-    ):
-        dim = COLUMNS
-    spread = None
+        spec = PartitionSpec(*[None] * len(leaf.shape))
+    spec_with_expert = spec
+    axes = shard_axes(mesh.shape)
+    experts = leaf.counts_experts and EXPERT in mesh.shape
+    if experts:
+        spec_with_expert = PartitionSpec(EXPERT, *spec[1:])
+        axes = axes.without(EXPERT, mesh.shape)
+    dim, reason = data_dim(leaf.shape, spec_with_expert, axes, options.min_shard_elements)
+    if dim is not None:
+        dim = _preferred_dim(leaf, spec_with_expert, axes.size, options.tables, dim)
+    num_leading = int(leaf.is_block)
     is_staged = leaf.is_block and options.pipelined
-    if is_staged and not options.even and math.prod(shape) >= options.min_shard_elements:
-        used = tuple(entry is not None or i == dim for i, entry in enumerate(spec_with_expert))
-        spread = largest_divisible_dim(shape, mesh.shape["pipeline"], used)
+    spread = None
+    if is_staged and not options.even and math.prod(leaf.shape) >= options.min_shard_elements:
+        taken = _with_entry(spec_with_expert, dim, axes)
+        spread = largest_divisible_dim(leaf.shape, mesh.shape["pipeline"], taken)
     return LeafPlan(
         path=leaf.path,
         shape=leaf.array.shape,
         dtype=leaf.array.dtype,
-        tensor=PartitionSpec(*([None] if leaf.is_block else []), *spec),
-        dim=None if dim is None else dim + leaf.is_block,
+        tensor=PartitionSpec(*[None] * num_leading, *spec),
+        dim=None if dim is None else num_leading + dim,
         reason=reason,
         stacked=leaf.is_block,
         trainable=is_inexact(leaf.array) and options.is_trainable(leaf.path),
         pipelined=is_staged and options.even,
         axes=axes.entry,
         experts=experts,
-        spread=None if spread is None else spread + 1,
+        spread=None if spread is None else num_leading + spread,
         whole=leaf.whole,
     )
 
 
-def largest_divisible_dim(shape: tuple[int, ...], size: int, taken: tuple[bool, ...]) -> int | None:
+def _preferred_dim(
+    leaf: _Leaf, spec: PartitionSpec, size: int, tables: Sequence[str], largest_dim: int
+) -> int:
+    """Return the dim of a leaf that data shards, among those that it divides."""
+    dims = divisible_dims(leaf.shape, size, spec)
+    if leaf.path in tables and COLUMNS in dims:
+        return COLUMNS
+    # of experts the first, because kernels of grouped products read weights as they are stored
+    return min(dims) if leaf.counts_experts else largest_dim
+
+
+def _with_entry(spec: PartitionSpec, dim: int | None, axes: ShardAxes) -> PartitionSpec:
+    """Return the spec with the axes on one dim, or unchanged."""
+    return PartitionSpec(*(axes.entry if i == dim else entry for i, entry in enumerate(spec)))
+
+
+def largest_divisible_dim(shape: Shape, size: int, taken: Iterable[object]) -> int | None:
     """Return the largest free dim divisible by an axis size (the first of equal dims), or None.
+
+    A dim is free if `taken`, the entries of a `PartitionSpec`, has None for it.
 
     In large leaves, dims come first whose shards fill the tiles of TPUs, and next the dims whose
     shards fill parts of tiles.
@@ -335,41 +342,35 @@ padded buffers. 56 rows of [28672, 8192] on each of 512 devices (v5p:8x8x8) took
 Llama 3 70B, and 28 rows of [14336, 4096] took 70 ms of 8B."""
 
 
-def divisible_dims(shape: tuple[int, ...], size: int, taken: tuple[bool, ...]) -> list[int]:
+def divisible_dims(shape: Shape, size: int, taken: Iterable[object]) -> list[int]:
     """Return the free dims divisible by an axis size."""
     return [
-        dim for dim, length in enumerate(shape) if length and length % size == 0 and not taken[dim]
+        dim
+        for dim, (length, axes) in enumerate(zip(shape, taken, strict=True))
+        if length and length % size == 0 and axes is None
     ]
 
 
 def data_dim(
-    shape: tuple[int, ...], spec: PartitionSpec, axes: ShardAxes, min_elements: int
+    shape: Shape, spec: PartitionSpec, axes: ShardAxes, min_elements: int
 ) -> tuple[int | None, str]:
     """Return the dim that the axes shard and "", or None and the reason why the leaf stays
     replicated.
     """
     elements = math.prod(shape)
-    taken = tuple(entry is not None for entry in spec)
     if elements < min_elements:
         return None, f"{plural(elements, 'element')}, fewer than min_shard_elements={min_elements}"
-    dim = largest_divisible_dim(shape, axes.size, taken)
+    dim = largest_divisible_dim(shape, axes.size, spec)
     if dim is not None:
         return dim, ""
-    if largest_divisible_dim(shape, axes.size, (False,) * len(shape)) is not None:
+    if divisible_dims(shape, axes.size, [None] * len(shape)):
         names = " and ".join(dict.fromkeys(spec_axes(spec)))
         return None, f"shape {shape}: the only dim divisible by {axes} is split over {names}"
     return None, f"shape {shape}: no dim is divisible by {axes}"
 
 
-def _check_experts(leaves: Sequence[_Leaf], size: int | None) -> None:
-    """Refuse, by a ValueError, leaves of experts that the expert axis cannot split.
-
-    Args:
-      leaves: all leaves.
-      size: the size of the axis; None if the mesh has none.
-    """
-    if size is None:
-        return
+def _check_experts(leaves: Sequence[_Leaf], size: int) -> None:
+    """Refuse, by a ValueError, leaves of experts that an expert axis of this size cannot split."""
     expert_leaves = [leaf for leaf in leaves if leaf.counts_experts]
     indivisible = [
         f"{leaf.path}: shape {leaf.shape}; {_remainder_of_experts(leaf.shape, size)}"
@@ -408,7 +409,7 @@ def _check_experts(leaves: Sequence[_Leaf], size: int | None) -> None:
         raise value_error(problem, fix=fix)
 
 
-def _remainder_of_experts(shape: tuple[int, ...], size: int) -> str:
+def _remainder_of_experts(shape: Shape, size: int) -> str:
     if not shape:
         return "no dim counts experts"
     return not_divided(0, shape[0], EXPERT, size)
@@ -486,30 +487,60 @@ def state_specs(
     by_path = {tuple(path): plan for path, plan in plans}
 
     def place(path, leaf, in_average):
-        for start in range(len(path) + 1):  # the longest ending first
-            plan = by_path.get(tuple(path[start:]))
-            if plan is not None and (
-                plan.shape == leaf.shape or _is_coarser(leaf.shape, plan, sharded, sizes)
-            ):
-                return (
-                    plan.spec(sharded=sharded) if in_average else plan.state_spec(sharded=sharded)
-                )
-        ends = range(len(path), 0, -1) if sharded and leaf.shape else ()
-        for plan in (by_path.get(tuple(path[start:end])) for end in ends for start in range(end)):
-            if plan is not None and plan.owned is not None and leaf.shape[0] % plan.shape[0] == 0:
-                return _spec_of_stack(leaf.shape, plan, axes, sizes, min_shard_elements)
-        replicated = PartitionSpec(*[None] * len(leaf.shape))
-        dim, _ = (
-            data_dim(leaf.shape, replicated, axes, min_shard_elements) if sharded else (None, "")
-        )
-        return PartitionSpec(*(axes.entry if i == dim else None for i in range(len(leaf.shape))))
+        shape = leaf.shape
+        plan = _plan_of_moment(path, shape, by_path, sharded, sizes)
+        if plan is not None and in_average:
+            return plan.spec(sharded=sharded)
+        if plan is not None:
+            return plan.state_spec(sharded=sharded)
+        spec = PartitionSpec(*[None] * len(shape))
+        if not sharded or not shape:
+            return spec
+        owned_plan = _plan_of_stack(path, shape, by_path)
+        if owned_plan is None:
+            return _with_data(spec, shape, axes, min_shard_elements)
+        return _spec_of_stack(shape, owned_plan, axes, sizes, min_shard_elements)
 
     in_average = jax.tree.structure(abstract_state).unflatten(in_averages(abstract_state))
     return jax.tree_util.tree_map_with_path(place, abstract_state, in_average)
 
 
+def _plan_of_moment(
+    path: KeyPath,
+    shape: Shape,
+    plans: Mapping[KeyPath, LeafPlan],
+    sharded: bool,
+    sizes: Mapping[str, int],
+) -> LeafPlan | None:
+    """Return the plan of the parameter whose shape a leaf of the state has, or has more coarsely."""
+    for start in range(len(path) + 1):  # the longest ending first
+        plan = plans.get(path[start:])
+        if plan is not None and (plan.shape == shape or _is_coarser(shape, plan, sharded, sizes)):
+            return plan
+    return None
+
+
+def _plan_of_stack(
+    path: KeyPath, shape: Shape, plans: Mapping[KeyPath, LeafPlan]
+) -> LeafPlan | None:
+    """Return the plan of the parameter on owners whose blocks a leaf of the state has."""
+    ends = range(len(path), 0, -1)
+    for plan in (plans.get(path[start:end]) for end in ends for start in range(end)):
+        if plan is not None and plan.owned is not None and shape[0] % plan.shape[0] == 0:
+            return plan
+    return None
+
+
+def _with_data(
+    spec: PartitionSpec, shape: Shape, axes: ShardAxes, min_shard_elements: int
+) -> PartitionSpec:
+    """Return the spec with the axes on the largest free dim that they divide, if there is one."""
+    dim, _ = data_dim(shape, spec, axes, min_shard_elements)
+    return _with_entry(spec, dim, axes)
+
+
 def _spec_of_stack(
-    shape: tuple[int, ...],
+    shape: Shape,
     plan: LeafPlan,
     axes: ShardAxes,
     sizes: Mapping[str, int],
@@ -522,13 +553,10 @@ def _spec_of_stack(
         return spec
     if plan.experts:
         axes = axes.without(EXPERT, sizes)
-    dim, _ = data_dim(shape, spec, axes, min_shard_elements)
-    return PartitionSpec(*(axes.entry if i == dim else entry for i, entry in enumerate(spec)))
+    return _with_data(spec, shape, axes, min_shard_elements)
 
 
-def _is_coarser(
-    shape: tuple[int, ...], plan: LeafPlan, sharded: bool, sizes: Mapping[str, int]
-) -> bool:
+def _is_coarser(shape: Shape, plan: LeafPlan, sharded: bool, sizes: Mapping[str, int]) -> bool:
     """Return whether a leaf has one number for each tile of a parameter, and shard borders fall
     between tiles.
     """

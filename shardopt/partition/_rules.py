@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -60,8 +61,39 @@ def rules_from_logical_axes(
       >>> [(pattern, tuple(spec)) for pattern, spec in rules]
       [('^up/kernel$', (None, 'tensor'))]
     """
-    _check_axis_rules(axis_rules)
     leaves = leaves_with_paths(logical_specs)
+    _check_logical_axes(leaves, axis_rules)
+    names_to_split = [name for name, axis in axis_rules if axis == "tensor"]
+    rules = []
+    for path, spec in leaves:
+        entries = list(spec)
+        if stacked is not None and re.search(stacked, path):
+            entries = entries[1:]
+        dim = _first_named_dim(entries, names_to_split)
+        if dim is not None:
+            rules.append((f"^{re.escape(path)}$", PartitionSpec(*[None] * dim, "tensor")))
+    return rules
+
+
+def _first_named_dim(entries: Sequence[Any], names: Sequence[str]) -> int | None:
+    """Return the dim that has the first of the names that a dim has; None if no dim has one."""
+    for name in names:
+        for dim, entry in enumerate(entries):
+            if name in spec_axes((entry,)):
+                return dim
+    return None
+
+
+def _check_logical_axes(
+    leaves: Sequence[tuple[str, Any]], axis_rules: Sequence[tuple[str, str | None]]
+) -> None:
+    wrong_rules = [
+        f"{name!r}: {axis!r}" for name, axis in axis_rules if axis not in ("tensor", None)
+    ]
+    if wrong_rules:
+        problem = f"{plural(len(wrong_rules), 'rule')} for another axis than tensor."
+        fix = "map these to None; the strategy places data, pipeline and replica itself."
+        raise value_error(problem, wrong_rules, fix)
     wrong_leaves = [
         f"{path}: {type(leaf).__name__}"
         for path, leaf in leaves
@@ -80,28 +112,6 @@ def rules_from_logical_axes(
     if unknown:
         problem = f"{plural(len(unknown), 'logical axis')} without a rule."
         raise value_error(problem, unknown, 'give each ("name", "tensor") or ("name", None).')
-
-    order = [name for name, axis in axis_rules if axis == "tensor"]
-    rules = []
-    for path, spec in leaves:
-        entries = list(spec)[1:] if stacked is not None and re.search(stacked, path) else list(spec)
-        dims = [
-            i for name in order for i, entry in enumerate(entries) if name in spec_axes((entry,))
-        ]
-        if dims:
-            split = PartitionSpec(*("tensor" if i == dims[0] else None for i in range(dims[0] + 1)))
-            rules.append((f"^{re.escape(path)}$", split))
-    return rules
-
-
-def _check_axis_rules(axis_rules: Sequence[tuple[str, str | None]]) -> None:
-    wrong_rules = [
-        f"{name!r}: {axis!r}" for name, axis in axis_rules if axis not in ("tensor", None)
-    ]
-    if wrong_rules:
-        problem = f"{plural(len(wrong_rules), 'rule')} for another axis than tensor."
-        fix = "map these to None; the strategy places data, pipeline and replica itself."
-        raise value_error(problem, wrong_rules, fix)
 
 
 def match_rules(
@@ -162,7 +172,7 @@ def patterns_of(rules: Rules, kind: str) -> tuple[str | re.Pattern[str], ...]:
       ('^base/',)
     """
     pairs = () if callable(rules) else [rule for rule in rules if not callable(rule)]
-    return tuple(pattern for pattern, what in pairs if isinstance(what, str) and what == kind)
+    return tuple(pattern for pattern, what in pairs if what == kind)
 
 
 def matches(patterns: Iterable[str | re.Pattern[str]], path: str) -> bool:
@@ -242,12 +252,12 @@ def first_spec(
                 return what
             continue
         spec = rule(path, shape)
-        if spec is not None and not isinstance(spec, PartitionSpec):
+        if isinstance(spec, PartitionSpec):
+            return spec
+        if spec is not None:
             raise type_error(
                 f"rules({path!r}, {shape}) must return a PartitionSpec or None, got {spec!r}."
             )
-        if spec is not None:
-            return spec
     return None
 
 

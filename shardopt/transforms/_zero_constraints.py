@@ -97,8 +97,7 @@ class ByConstraints:
                 return PartitionSpec()
             spec = jax.typeof(leaf).sharding.spec
             entries = [*spec, *[None] * (leaf.ndim - len(spec))]
-            taken = tuple(entry is not None for entry in entries)
-            dim = largest_divisible_dim(leaf.shape, mesh.shape[self.axis_name], taken)
+            dim = largest_divisible_dim(leaf.shape, mesh.shape[self.axis_name], entries)
             if dim is not None and self.axis_name not in spec_axes(spec):
                 entries[dim] = self.axis_name
             return PartitionSpec(*[FREE if entry is None else entry for entry in entries])

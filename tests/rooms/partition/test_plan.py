@@ -117,13 +117,15 @@ def test_an_idle_tensor_axis_is_refused(mesh_of):
 
 @given(st.lists(st.integers(0, 40), max_size=4), st.integers(1, 8), st.data())
 def test_the_chosen_dim_divides_and_is_the_largest(shape, size, data):
-    taken = tuple(data.draw(st.booleans()) for _ in shape)
+    taken = tuple(data.draw(st.sampled_from([None, "tensor"])) for _ in shape)
     dim = largest_divisible_dim(tuple(shape), size, taken)
-    fitting = [n for n, used in zip(shape, taken, strict=True) if n and n % size == 0 and not used]
+    fitting = [
+        n for n, used in zip(shape, taken, strict=True) if n and n % size == 0 and used is None
+    ]
     if dim is None:
         assert not fitting
     else:
-        assert not taken[dim]
+        assert taken[dim] is None
         assert shape[dim] == max(fitting) or math.prod(shape) >= 2**20
 
 
@@ -138,7 +140,7 @@ def test_the_chosen_dim_divides_and_is_the_largest(shape, size, data):
     ],
 )
 def test_shards_of_a_large_leaf_fill_tiles_if_they_can(shape, size, dim):
-    assert largest_divisible_dim(shape, size, (False,) * len(shape)) == dim
+    assert largest_divisible_dim(shape, size, (None,) * len(shape)) == dim
 
 
 STATEFUL = {
