@@ -77,16 +77,18 @@ def make_mesh(
     if not devices:
         raise value_error("there are no devices.", fix="pass some, or leave devices out.")
     check_joined(devices[0])
-    requested_sizes = {"replica": replica, "data": data, "pipeline": pipeline}
-    requested_sizes |= {"expert": expert, "context": context, "tensor": tensor}
-    on_cpu = devices[0].platform == "cpu"
-    sizes = _infer_sizes(
-        {axis: requested_sizes[axis] for axis in AXES}, len(devices), on_cpu=on_cpu
-    )
+    # in the order of `AXES`, which is that of the mesh
+    requested_sizes = {
+        "replica": replica,
+        "data": data,
+        "pipeline": pipeline,
+        "expert": expert,
+        "context": context,
+        "tensor": tensor,
+    }
+    sizes = _infer_sizes(requested_sizes, devices)
     sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis not in _OPTIONAL_AXES}
-    grid = arrange(
-        sizes, devices, num_outer_dims=len([axis for axis in sizes if axis in ("replica", "data")])
-    )
+    grid = arrange(sizes, devices, num_outer_dims=len({"replica", "data"}.intersection(sizes)))
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
@@ -236,35 +238,16 @@ def device_kind_or_default() -> str:
     return device_kind() or jax.devices()[0].device_kind
 
 
-def _infer_sizes(
-    requested_sizes: dict[str, int], num_devices: int, *, on_cpu: bool
-) -> dict[str, int]:
+def _infer_sizes(requested_sizes: dict[str, int], devices: list[Any]) -> dict[str, int]:
+    num_devices = len(devices)
+    inferred_axis = _inferred_axis(requested_sizes)
     sizes_text = ", ".join(
         f"{axis}={size}"
         for axis, size in requested_sizes.items()
         if (axis, size) not in (("context", 1), ("expert", 1))
     )
-    for axis, size in requested_sizes.items():
-        check_integer(axis, size)
-    invalid_sizes = [
-        f"{axis}={size}" for axis, size in requested_sizes.items() if size < 1 and size != -1
-    ]
-    if invalid_sizes:
-        raise value_error(
-            f"sizes must be positive, or -1 for one of them; got {', '.join(invalid_sizes)}.",
-        )
-    inferred_axes = [axis for axis, size in requested_sizes.items() if size == -1]
-    if len(inferred_axes) > 1:
-        fix = "give every size but one."
-        raise value_error(f"only one size can be -1, got {' and '.join(inferred_axes)}.", fix=fix)
     known_product = math.prod(size for size in requested_sizes.values() if size != -1)
-    if inferred_axes and num_devices % known_product:
-        problem = (
-            f"cannot infer {inferred_axes[0]}: {num_devices} devices are not divisible by"
-            f" {known_product} ({sizes_text})."
-        )
-        raise value_error(problem, fix=f"choose sizes whose product divides {num_devices}.")
-    if not inferred_axes and known_product != num_devices:
+    if inferred_axis is None and known_product != num_devices:
         problem = f"{sizes_text} needs {known_product} devices, but there are {num_devices}."
         fix = (
             f"set one size to -1, choose sizes whose product is {num_devices}, or pass"
@@ -272,13 +255,37 @@ def _infer_sizes(
         )
         if known_product > num_devices:
             fix = f"set one size to -1, or choose sizes whose product is {num_devices}."
-            if on_cpu:
+            if devices[0].platform == "cpu":
                 fix += f" JAX_NUM_CPU_DEVICES={known_product} simulates more devices."
         raise value_error(problem, fix=fix)
+    if num_devices % known_product:
+        problem = (
+            f"cannot infer {inferred_axis}: {num_devices} devices are not divisible by"
+            f" {known_product} ({sizes_text})."
+        )
+        raise value_error(problem, fix=f"choose sizes whose product divides {num_devices}.")
     return {
         axis: num_devices // known_product if size == -1 else int(size)
         for axis, size in requested_sizes.items()
     }
+
+
+def _inferred_axis(requested_sizes: dict[str, int]) -> str | None:
+    """Return the axis whose size is -1, if there is one, of sizes that are checked."""
+    for axis, size in requested_sizes.items():
+        check_integer(axis, size)
+    invalid_sizes = [
+        f"{axis}={size}" for axis, size in requested_sizes.items() if size < 1 and size != -1
+    ]
+    if invalid_sizes:
+        raise value_error(
+            f"sizes must be positive, or -1 for one of them; got {', '.join(invalid_sizes)}."
+        )
+    inferred_axes = [axis for axis, size in requested_sizes.items() if size == -1]
+    if len(inferred_axes) > 1:
+        problem = f"only one size can be -1, got {' and '.join(inferred_axes)}."
+        raise value_error(problem, fix="give every size but one.")
+    return inferred_axes[0] if inferred_axes else None
 
 
 def arrange(sizes: dict[str, int], devices: list[Any], *, num_outer_dims: int) -> np.ndarray:

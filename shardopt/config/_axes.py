@@ -112,12 +112,14 @@ def axes_of(mesh: Mesh, *, pipelined: bool, per_replica: bool, sync_gradients: b
       per_replica: whether each replica has its own parameters.
       sync_gradients: whether gradients are summed over replica even then, as in a warm-up.
     """
-    rows = tuple(
-        axis for axis, row in TABLE.items() if row.splits == "rows" and axis in mesh.axis_names
-    )
-    positions = tuple(
-        axis for axis, row in TABLE.items() if row.splits == "positions" and axis in mesh.axis_names
-    )
+
+    def axes_that_split(unit: str) -> tuple[str, ...]:
+        return tuple(
+            axis for axis, row in TABLE.items() if row.splits == unit and axis in mesh.axis_names
+        )
+
+    rows = axes_that_split("rows")
+    positions = axes_that_split("positions")
     batch_axes = (*rows, *positions)
     stacked = ("replica",) if per_replica else ()
     return AxisTable(
@@ -129,10 +131,6 @@ def axes_of(mesh: Mesh, *, pipelined: bool, per_replica: bool, sync_gradients: b
             if sync_gradients
             else tuple(axis for axis in batch_axes if axis not in stacked)
         ),
-        stages=(
-            tuple(axis for axis, row in TABLE.items() if row.splits == "blocks")
-            if pipelined
-            else ()
-        ),
+        stages=("pipeline",) if pipelined else (),
         stacked=stacked,
     )

@@ -88,7 +88,8 @@ class Layout(NamedTuple):
 def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
     """Place a parameter structure by the config; touch no device."""
     with calling(config.strategy):
-        if as_block_model(config.loss.loss_fn) is not None:
+        is_block_model = as_block_model(config.loss.loss_fn) is not None
+        if is_block_model:
             _check_blocks(abstract_params)
             _check_rounded(config, abstract_params)
         counts = config.slots.counts(config, abstract_params)
@@ -97,7 +98,7 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
         tables = _tables(config, abstract_params)
         options = LeafPlanOptions(
             rules=config.layout.rules,
-            stacked=as_block_model(config.loss.loss_fn) is not None,
+            stacked=is_block_model,
             min_shard_elements=config.layout.min_shard_elements,
             is_trainable=lambda path: not matches(config.layout.frozen, path),
             pipelined=config.schedule is not None,
@@ -114,9 +115,10 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
     if config.layout.opt_state_layout == "matrices":
         flat = _owned_by_matrices(config, flat, trainable)
     trained_paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(trainable)]
+    trained_plans = [plan for plan in flat if plan.trainable]
     opt_specs = state_specs(
         opt_state,
-        list(zip(trained_paths, (plan for plan in flat if plan.trainable), strict=True)),
+        list(zip(trained_paths, trained_plans, strict=True)),
         sharded=config.placement.opt_state,
         axes=shard_axes(config.mesh.shape),
         sizes=config.mesh_shape,
@@ -125,7 +127,7 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     step = jax.ShapeDtypeStruct((), jnp.int32)
     param_specs = treedef.unflatten([plan.spec(sharded=config.placement.params) for plan in flat])
-    reduce = config.slots.reduce(config, [plan for plan in flat if plan.trainable])
+    reduce = config.slots.reduce(config, trained_plans)
     opt_state = reduce.join(opt_state, jax.eval_shape(reduce.init))
     opt_specs = reduce.join(opt_specs, reduce.specs())
     return Layout(
@@ -192,10 +194,7 @@ def _check_rounded(config: StrategyConfig, params: PyTree) -> None:
       ValueError: if a name is not a leaf of the blocks, or its rounding does not fit the leaf.
     """
     leaves = dict(leaves_with_paths(params[BLOCKS]))
-    loss_fns = [
-        config.loss.loss_fn,
-        *([] if config.loss.evaluate_fn is None else [config.loss.evaluate_fn]),
-    ]
+    loss_fns = (config.loss.loss_fn, config.loss.evaluate_fn)
     for model in filter(None, map(as_block_model, loss_fns)):
         if not isinstance(model.rounded, Mapping):
             problem = (
@@ -243,12 +242,13 @@ def _tables(config: StrategyConfig, params: PyTree) -> tuple[str, ...]:
     model = as_block_model(config.loss.loss_fn)
     if model is None or not model.tables:
         return ()
-    outer = {path: leaf for path, leaf in leaves_with_paths(params) if path.split("/")[0] != BLOCKS}
-    wrong = [
-        repr(path) for path in model.tables if path not in outer or len(outer[path].shape) != 2
+    matrix_paths = [
+        path
+        for path, leaf in leaves_with_paths(params)
+        if path.split("/")[0] != BLOCKS and len(leaf.shape) == 2
     ]
+    wrong = [repr(path) for path in model.tables if path not in matrix_paths]
     if wrong:
-        matrix_paths = [path for path, leaf in outer.items() if len(leaf.shape) == 2]
         problem = "BlockModel.tables must name outer parameters [V, D]."
         fix = (
             f"name some of {', '.join(matrix_paths[:8])}." if matrix_paths else "leave tables out."

@@ -175,27 +175,8 @@ def read_mesh(mesh: Mesh, names: Axes | None, *, pipelined: bool) -> tuple[Mesh,
         problem = f"XLA cannot read these names of mesh axes: {unreadable_names}."
         raise value_error(problem, fix="use ASCII letters, digits and _.")
     axes = _axes_of_roles(mesh, Axes(mesh) if names is None else names)
-    for role in ("data", "pipeline") if pipelined else ("data",):
-        if role not in axes:
-            problem = f"the mesh has axes {mesh.axis_names}, none of them {role!r}."
-            fix = (
-                f"make the mesh with so.make_mesh({role}=...), or say which axis it is:"
-                f" so.Axes(mesh, {role}=...)."
-            )
-            raise value_error(problem, fix=fix)
     role_of = {axis: role for role, role_axes in axes.items() for axis in role_axes}
-    known_roles = {role for role, row in TABLE.items() if pipelined or row.splits != "blocks"}
-    for axis, size in mesh.shape.items():
-        if size > 1 and role_of.get(axis) not in known_roles:
-            problem = f"mesh axis {axis!r} (size {size}) is above 1, but nothing is split over it."
-            roles = f"so.Axes(mesh, data={(*axes['data'], axis)!r}), or tensor={axis!r}"
-            fix = (
-                "use the axes data, tensor, pipeline, context, expert, replica, or say what it is:"
-                f" {roles}."
-            )
-            if axis in role_of:
-                fix = "use so.hybrid, or make the mesh with pipeline=1."
-            raise value_error(problem, fix=fix)
+    _check_roles(mesh, role_of, pipelined)
     _check_neighbours(mesh, role_of)
     # The same devices with all axes, as Auto: jax.make_mesh makes Explicit axes, and the
     # partitioner can only handle the tensor axis if it is Auto.
@@ -207,31 +188,59 @@ def read_mesh(mesh: Mesh, names: Axes | None, *, pipelined: bool) -> tuple[Mesh,
 
 
 def _axes_of_roles(mesh: Mesh, names: Axes) -> dict[str, tuple[str, ...]]:
-    fix = 'write so.Axes(mesh, data="dp", tensor="tp"); several axes of one role as a tuple.'
-    axes_of_roles: dict[str, tuple[str, ...]] = {}
-    for role, names_of_role in zip(names._fields[1:], names[1:], strict=True):
-        axes = (names_of_role,) if isinstance(names_of_role, str) else names_of_role
-        if not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
-            raise type_error(
-                f"{role} of so.Axes must name mesh axes, got {names_of_role!r}.", fix=fix
-            )
-        if names_of_role != role and (
-            missing := [axis for axis in axes if axis not in mesh.axis_names]
-        ):
-            problem = (
-                f"{role} of so.Axes names {quoted(missing)}, but the mesh has axes"
-                f" {mesh.axis_names}."
-            )
-            raise value_error(problem, fix="name axes of the mesh.")
-        ordered_axes = tuple(axis for axis in mesh.axis_names if axis in axes)
-        if ordered_axes:
-            axes_of_roles[role] = ordered_axes
-    named_axes = [axis for role_axes in axes_of_roles.values() for axis in role_axes]
-    repeated = sorted({axis for axis in named_axes if named_axes.count(axis) > 1})
+    """Return role -> its axes, in the order of the mesh, for the roles that the mesh has."""
+    named_axes = {
+        role: _axes_named(mesh, role, names_of_role)
+        for role, names_of_role in names._asdict().items()
+        if role != "mesh"
+    }
+    all_axes = [axis for axes in named_axes.values() for axis in axes]
+    repeated = sorted({axis for axis in all_axes if all_axes.count(axis) > 1})
     if repeated:
         problem = f"mesh axis {quoted(repeated)} has two roles: {names[1:]}."
         raise value_error(problem, fix="give each axis one role.")
-    return {role: axes_of_roles[role] for role in AXES if role in axes_of_roles}
+    return {role: named_axes[role] for role in AXES if named_axes[role]}
+
+
+def _axes_named(mesh: Mesh, role: str, names: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the axes of the mesh that one role names, in the order of the mesh."""
+    axes = (names,) if isinstance(names, str) else names
+    if not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
+        fix = 'write so.Axes(mesh, data="dp", tensor="tp"); several axes of one role as a tuple.'
+        raise type_error(f"{role} of so.Axes must name mesh axes, got {names!r}.", fix=fix)
+    missing = [axis for axis in axes if axis not in mesh.axis_names]
+    # the name of the role itself is the default, which a mesh need not have
+    if missing and names != role:
+        problem = (
+            f"{role} of so.Axes names {quoted(missing)}, but the mesh has axes {mesh.axis_names}."
+        )
+        raise value_error(problem, fix="name axes of the mesh.")
+    return tuple(axis for axis in mesh.axis_names if axis in axes)
+
+
+def _check_roles(mesh: Mesh, role_of: dict[str, str], pipelined: bool) -> None:
+    """Refuse, by a ValueError, a role that no axis has, and an axis above 1 that splits nothing."""
+    for role in ("data", "pipeline") if pipelined else ("data",):
+        if role not in role_of.values():
+            problem = f"the mesh has axes {mesh.axis_names}, none of them {role!r}."
+            fix = (
+                f"make the mesh with so.make_mesh({role}=...), or say which axis it is:"
+                f" so.Axes(mesh, {role}=...)."
+            )
+            raise value_error(problem, fix=fix)
+    known_roles = {role for role, row in TABLE.items() if pipelined or row.splits != "blocks"}
+    for axis, size in mesh.shape.items():
+        if size == 1 or role_of.get(axis) in known_roles:
+            continue
+        problem = f"mesh axis {axis!r} (size {size}) is above 1, but nothing is split over it."
+        data_axes = [name for name in mesh.axis_names if role_of.get(name) == "data"]
+        fix = (
+            "use the axes data, tensor, pipeline, context, expert, replica, or say what it is:"
+            f" so.Axes(mesh, data={(*data_axes, axis)!r}), or tensor={axis!r}."
+        )
+        if axis in role_of:
+            fix = "use so.hybrid, or make the mesh with pipeline=1."
+        raise value_error(problem, fix=fix)
 
 
 def _check_neighbours(mesh: Mesh, role_of: dict[str, str]) -> None:

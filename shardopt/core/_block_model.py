@@ -90,7 +90,7 @@ LossFn = Callable[..., Loss] | BlockModel
 """`(params, batch) -> loss`, or a `BlockModel`; see `shardopt.ddp`."""
 
 
-def as_block_model(loss_fn: LossFn) -> BlockModel | None:
+def as_block_model(loss_fn: LossFn | None) -> BlockModel | None:
     """Return the `BlockModel` of a loss, if the loss is a `BlockModel` or its `loss_fn` method.
 
     Else None.
