@@ -506,7 +506,25 @@ def last_of_count(count: int) -> jax.Array:
     return jax.lax.iota(jnp.bfloat16, count + 1)[count]
 
 
+def shared_by_narrow(dtype: Any) -> Case:
+    """Return a loss of 6 rows, or of 2, whose 1/6 of 8 bits is no third of 1/2."""
+
+    def loss(p: Any, b: Any) -> jax.Array:
+        products = jax.lax.dot_general(
+            b["x"].astype(dtype),
+            jnp.full(4, 1 / rows_of(b), dtype),
+            (((1,), (0,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+        return jnp.sum(products) * per_turn(p)
+
+    return Case(loss, rows=6, pieces=3)
+
+
 NUMBERS = cases({
+    "shares of 8 bits, 4 of them exponent": shared_by_narrow(jnp.float8_e4m3fn),
+    "shares of 8 bits, 5 of them exponent": shared_by_narrow(jnp.float8_e5m2),
+    "shares of 8 bits without a negative zero": shared_by_narrow(jnp.float8_e4m3fnuz),
     "a sum in bfloat16 beyond 8 bits": saturated(summed_ones, jnp.uint8, 300, 44),
     "a sum in bfloat16 beyond 8 bits with a sign": saturated(summed_ones, jnp.int8, 300, 44),
     "a count in bfloat16 beyond 8 bits": saturated(last_of_count, jnp.uint8, 300, 44),
