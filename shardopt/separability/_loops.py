@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
-from shardopt.separability._draws import one_of_keys
+from shardopt.separability._draws import ANY, one_of_keys
 from shardopt.separability._elementwise import (
     first_unknown,
     is_zero,
@@ -76,8 +76,10 @@ def _with_dims(site: EquationPair, relation: Relation, added_dims: int) -> Relat
     the relation of the part of a scanned operand that a turn takes, which has one dim less.
 
     The dim of turns has one length in both traces, so it is not the split dim. A known number is
-    the number of one turn only.
+    the number of one turn only. The turns may have made one key several times.
     """
+    if isinstance(relation, Same) and added_dims == 1:
+        return dataclasses.replace(relation, keys=frozenset((*key, ANY) for key in relation.keys))
     if isinstance(relation, Split):
         return relation.moved_to(relation.dim + added_dims)
     if isinstance(relation, Known):
@@ -147,6 +149,8 @@ def while_loop(
     """
     cond_consts, body_consts, start = while_parts(site.whole_eqn, relations)
     if site.params["cond_jaxpr"].out_avals[0].shape:
+        # devices take different numbers of turns, so a collective in a turn would wait for ever
+        proof = dataclasses.replace(proof, row_axes=())
         first = len(relations) - len(start)
         start = [
             as_split(site, relation, first + i)

@@ -145,6 +145,18 @@ BY_RULES = {
         jnp.sum(errors(p, b)), jnp.sum(drawn_when_differentiated(b["x"][:, 0] ** 2, uniform(rng)))
     ),
 }
+
+
+def stacked(key_of_turn, in_a_list=lambda keys: keys):
+    """Return a loss that draws with the keys of two turns."""
+
+    def loss(p, b, rng):
+        keys = in_a_list(jax.lax.map(lambda turn: key_of_turn(rng, turn), jnp.arange(2)))
+        return jnp.mean(uniform(keys[0], (rows(b),)) * uniform(keys[1]))
+
+    return loss
+
+
 REUSED = {
     "a number of the row keys' first": lambda p, b, rng: jnp.mean(
         jax.vmap(of_row, (None, 0))(rng, jnp.arange(rows(b))) * of_row(rng, 0)
@@ -175,6 +187,12 @@ REUSED = {
     "a key that a scan makes": lambda p, b, rng: jnp.mean(
         uniform(jax.random.split(rng)[0], (rows(b),))
         * jax.lax.scan(lambda k, _: (jax.random.split(k)[0], uniform(k)), rng, length=3)[1][1]
+    ),
+    "one key in every turn": stacked(lambda k, _: jnp.squeeze(jax.random.split(k, 1))),
+    "one list of a key in every turn": stacked(lambda k, _: jax.random.split(k, 1), jnp.squeeze),
+    "one key in turns of a turn": stacked(
+        lambda k, _: jax.lax.map(lambda _: jnp.squeeze(jax.random.split(k, 1)), jnp.arange(1)),
+        jnp.squeeze,
     ),
     "turns that fold numbers in": carried(
         lambda k: jax.random.fold_in(k, 1), lambda k: jax.random.fold_in(k, 2)

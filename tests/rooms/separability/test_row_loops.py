@@ -54,3 +54,40 @@ def test_a_loop_over_rows_is_refused_before_a_piece_is_traced(loss_fn, view, siz
     assert opt.config.report().view.startswith(f"view: {view}")
     assert set(traced_rows) == sizes
     np.testing.assert_allclose(metrics["loss"], loss_fn(jnp.ones(()), ROWS), rtol=1e-6)
+
+
+def turns_of_each_row(per_turn):
+    """Return a loss whose rows take `x` turns each, every turn with `per_turn(batch)`."""
+
+    def loss(params, batch):
+        def of_row(x):
+            def turn(carry):
+                return carry[0] + 1, carry[1] / 2 + per_turn(batch)
+
+            return jax.lax.while_loop(lambda carry: carry[0] < x, turn, (0.0, x))[1]
+
+        return jnp.mean(jax.vmap(of_row)(batch[:, 0]) * params)
+
+    return loss
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("per_turn", "view"),
+    [
+        (lambda batch: 0.5, "per_device"),
+        (lambda batch: so.losses.batch_mean(batch[:, 0]), "global"),
+        (lambda batch: so.losses.batch_sum(batch[:, 1]), "global"),
+        (lambda batch: so.losses.gather_batch(batch)[2, 1], "global"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:ddp")
+def test_collectives_in_a_loop_with_turns_of_its_own_on_each_device_are_refused(per_turn, view):
+    """The devices that take fewer turns would let the others wait."""
+    mesh = so.make_mesh(data=2, devices=jax.devices()[:2])
+    opt = so.ddp(optax.sgd(0.1), mesh, turns_of_each_row(per_turn))
+    _, metrics = opt.step(opt.init(jnp.ones(())), ROWS)
+    assert opt.config.report().view.startswith(f"view: {view}")
+    np.testing.assert_allclose(
+        metrics["loss"], turns_of_each_row(per_turn)(jnp.ones(()), ROWS), rtol=1e-6
+    )
