@@ -5,76 +5,66 @@ to both operands.
 import re
 from collections.abc import Sequence
 
-from shardopt.hlo._hlo_text import window_dims
+from shardopt.hlo._hlo_text import WindowDim, window_dims
 from shardopt.hlo.proof._lines import Line
 from shardopt.hlo.proof._rules import product
 from shardopt.hlo.proof._value import DerivedValue, Unproved
 
 
 def convolution(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
-    """Return the rule of a convolution that is an inner product.
-
-    A spatial dim of n elements is common to both operands if the window of size n steps over a left
-    side that is spread by n. It is contracted if the window covers it whole, and free if one of the
-    operands has one element.
-    """
+    """Return the rule of a convolution that is an inner product."""
     lhs, rhs = values
-    left_labels, right_labels, result_labels = re.split("_|->", line.attributes["dim_labels"])
-    windows = window_dims(line.attributes)
+    left, right, result = re.split("_|->", line.attributes["dim_labels"])
+    # one label for each dim, in all three arrays: HLO writes "f" for the features of the left side
+    # and of the result, which are the dims "i" and "o" of the right side
+    right = right.replace("i", "f")
+    result = result.replace("f", "o")
     if any(line.attributes.get(f"{kind}_group_count", "1") != "1" for kind in ("feature", "batch")):
         raise Unproved("no rule covers a convolution in groups.")
-    batch = []
-    contracting = [("f", "i")]
-    free_left = ["b"]
-    free_right = ["o"]
-    for label in sorted(set(result_labels) - set("bf")):
-        index = int(label)
-        size = lhs.shape[left_labels.index(label)], rhs.shape[right_labels.index(label)]
-        result = line.dims[result_labels.index(label)]
-        _, stride, low, high, spread, dilation, reverse = windows[index]
-        plain = (stride, spread, dilation, low, high, reverse) == (1, 1, 1, 0, 0, 0)
-        if plain and size[1] == 1 and result == size[0]:
-            free_left.append(label)
-        elif plain and size[0] == size[1] and result == 1:
-            contracting.append((label, label))
-        elif (
-            size[0] == 1
-            and (low, high) == (size[1] - 1,) * 2
-            and reverse
-            and result == size[1]
-            and stride == 1
-        ):
-            free_right.append(label)
-        elif (
-            size[0] == size[1] == result == spread
-            and stride == max(result - 1, 1)
-            and (low, high, reverse) == (0, 0, 0)
-        ):
-            batch.append((label, label))
-        else:
-            raise Unproved("no rule covers a convolution that is no inner product.")
-    lhs, left_labels = _without(lhs, left_labels, free_right)
-    rhs, right_labels = _without(rhs, right_labels, free_left)
-    pairs = [
-        [(left_labels.index(a), right_labels.index(b)) for a, b in labels]
-        for labels in (batch, contracting)
-    ]
-    result = product(line, lhs, rhs, *pairs)
-    taken = {i for pair in pairs for i, _ in pair}, {j for pair in pairs for _, j in pair}
-    order = [label for label, _ in batch]
-    order += [label for i, label in enumerate(left_labels) if i not in taken[0]]
-    order += [
-        {"o": "f"}.get(label, label) for j, label in enumerate(right_labels) if j not in taken[1]
-    ]
-    dims = tuple(
-        result.dims[order.index(label)] if label in order else () for label in result_labels
+    labels = {"batch": [], "contracting": ["f"], "left": [], "right": []}
+    windows = window_dims(line.attributes)
+    for label in sorted(set(result) - set("bo")):
+        sizes = lhs.shape[left.index(label)], rhs.shape[right.index(label)]
+        size = line.dims[result.index(label)]
+        labels[_role(windows[int(label)], *sizes, size)].append(label)
+    # a dim that is free in one operand has one element in the other
+    lhs, left = _without(lhs, left, labels["right"])
+    rhs, right = _without(rhs, right, labels["left"])
+    batch, contracting = (
+        [(left.index(label), right.index(label)) for label in labels[role]]
+        for role in ("batch", "contracting")
     )
-    return DerivedValue(line.dims, dims, result.hidden, fill=result.fill)
+    inner = product(line, lhs, rhs, batch, contracting)
+    order = list(dict.fromkeys([*labels["batch"], *left, *right]))
+    order = [label for label in order if label not in labels["contracting"]]
+    dims = tuple(inner.dims[order.index(label)] if label in order else () for label in result)
+    return DerivedValue(line.dims, dims, inner.hidden, fill=inner.fill)
+
+
+def _role(window: WindowDim, left: int, right: int, result: int) -> str:
+    """Return the role of a spatial dim in an inner product, from its sizes: it is free in the
+    `left` or `right` side, or common to both: `contracting` or `batch`.
+    """
+    plain = WindowDim(window.size, stride=1, low=0, high=0, spread=1, dilation=1, reverse=0)
+    if window == plain and right == 1 and result == left:
+        return "left"
+    if window == plain and left == right and result == 1:  # the window covers the dim
+        return "contracting"
+    _, stride, low, high, spread, _, reverse = window
+    # from behind, the window passes over a single element
+    if reverse and (left, result, stride, low, high) == (1, right, 1, right - 1, right - 1):
+        return "right"
+    # with n - 1 zeros after each element, a window of size n that steps over n - 1 places meets
+    # element i with its own element i
+    one_element_a_step = (stride, low, high, reverse) == (max(result - 1, 1), 0, 0, 0)
+    if left == right == result == spread and one_element_a_step:
+        return "batch"
+    raise Unproved("no rule covers a convolution that is no inner product.")
 
 
 def _without(value: DerivedValue, labels: str, removed: Sequence[str]) -> tuple[DerivedValue, str]:
-    """Drop the spatial dims of one element that are free in the other operand."""
-    remaining = [i for i, label in enumerate(labels) if not (label in removed and label.isdigit())]
+    """Return a value and its labels without some dims of one element."""
+    remaining = [i for i, label in enumerate(labels) if label not in removed]
     shape = tuple(value.shape[i] for i in remaining)
     dims = tuple(value.dims[i] for i in remaining)
     return value._replace(shape=shape, dims=dims, data=None), "".join(labels[i] for i in remaining)

@@ -439,28 +439,24 @@ def product(
 ) -> DerivedValue:
     """Return a dot product: dims in the order batch, lhs, rhs."""
     common, lhs, rhs = unify(lhs, rhs, [*batch, *contracting])
-    of_left, of_right = map(list, zip(*batch, *contracting, strict=True)) if common else ([], [])
-    free_left = [i for i in range(len(lhs.shape)) if i not in of_left]
-    free_right = [j for j in range(len(rhs.shape)) if j not in of_right]
+    lhs = lhs._replace(dims=lhs.dims_with(common))
+    free_left = lhs.other_dims(common)
+    free_right = rhs.other_dims([j for _, j in (*batch, *contracting)])
     # one head per device, or a missing sum
     _check_pieces(lhs, ("own", "add"), rhs, free_right)
     _check_pieces(rhs, ("own", "add"), lhs, free_left)
     terms = multiplied([lhs, rhs], line.order)
-    pieces = DerivedValue(lhs.shape, lhs.dims_with(common), terms)
-    hidden = reduced(pieces, [i for i, _ in contracting], "add", line)
-    before = classes_of(h for h in terms if h.kind in ("own", *REDUCTIONS))
-    for h in hidden:
-        if h.kind == "add" and h.origin == line.order and partition(h.at) in before:
-            raise Unproved(
-                "it contracts a dim over the same devices as a sum that is not complete."
-            )
+    contracted = [i for i, _ in contracting]
+    hidden = reduced(DerivedValue(lhs.shape, lhs.dims, terms), contracted, "add", line)
+    sums = [h for h in hidden if h.kind == "add" and h.origin == line.order]
+    if classes_of(sums) & classes_of(h for h in terms if h.kind in ("own", *REDUCTIONS)):
+        raise Unproved("it contracts a dim over the same devices as a sum that is not complete.")
     places = [(lhs, i) for i, _ in batch]
     places += [(lhs, i) for i in free_left]
     places += [(rhs, j) for j in free_right]
     shape = tuple(value.shape[i] for value, i in places)
-    dims = [common[i] for i, _ in batch]
-    dims += [value.dims[i] for value, i in places[len(batch) :]]
-    return DerivedValue(shape, tuple(dims), hidden, fill=0 if lhs.zero or rhs.zero else None)
+    dims = tuple(value.dims[i] for value, i in places)
+    return DerivedValue(shape, dims, hidden, fill=0 if lhs.zero or rhs.zero else None)
 
 
 _NONLINEAR = words(

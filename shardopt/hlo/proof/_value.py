@@ -7,7 +7,7 @@ choice by the number of the device. A dim is hidden too if every device holds on
 """
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
@@ -165,6 +165,10 @@ class DerivedValue(NamedTuple):
     def dims_with(self, common: Mapping[int, Dim]) -> tuple[Dim, ...]:
         """Return its dims, with the dims of `common` in their places."""
         return tuple(common.get(i, dim) for i, dim in enumerate(self.dims))
+
+    def other_dims(self, left_out: Collection[int]) -> list[int]:
+        """Return the numbers of the dims that are not left out."""
+        return [i for i in range(len(self.shape)) if i not in left_out]
 
     def changed(self, **fields: object) -> "DerivedValue":
         """Return the value with other fields, no longer with known numbers."""
