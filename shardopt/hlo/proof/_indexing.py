@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardopt.hlo.proof._lines import Line
-from shardopt.hlo.proof._lookup import own_rows, scattered_rows, without
+from shardopt.hlo.proof._lookup import Rows, own_rows, scattered_rows, without
 from shardopt.hlo.proof._rules import elements_to_hidden, reduced, sliced_dim, unified_operands
 from shardopt.hlo.proof._value import (
     REDUCTIONS,
@@ -149,37 +149,29 @@ def _covers(start: np.ndarray, size: int, local: int) -> bool:
 
 
 def _updated_piece(base: DerivedValue, update: DerivedValue, dim: int) -> Dim:
-    """A device writes its elements at the same place within its piece."""
-    size = update.shape[dim]
-    local = base.shape[dim]
-    for value, count in ((base, local), (update, size)):
+    """Return a dim after each device writes elements at the same place within its piece."""
+    for value, other in ((base, update), (update, base)):
+        size = value.shape[dim]
         factors = value.dims[dim]
-        if len(factors) != 1 or factors[0].size <= count:
+        if len(factors) != 1 or factors[0].size <= size:
             continue
-        (factor,) = factors
-        blocks = factor.size // count
-        at = scaled(factor.at, 1, count)
-        other = update if value is base else base
-        if (
-            other.zero
-            or is_constant_along(other.dims[dim])
-            or (
-                len(other.dims[dim]) == 1
-                and other.dims[dim][0].size == blocks * other.shape[dim]
-                and scaled(other.dims[dim][0].at, 1, other.shape[dim]) is at
-            )
-        ):
-            return (Factor(local, blocks * local, scaled(at, local)),)
-    if size == 1:
-        for h in update.hidden:
-            for factor in base.dims[dim]:
-                if (
-                    factor.size > factor.local
-                    and h.kind == "dim"
-                    and h.at is scaled(factor.at, 1, factor.local)
-                ):
-                    return base.dims[dim]
+        count = factors[0].size // size
+        block = scaled(factors[0].at, 1, size)
+        if other.zero or _is_block(other.dims[dim], other.shape[dim], count, block):
+            local = base.shape[dim]
+            return (Factor(local, count * local, scaled(block, local)),)
+    elements = {h.at for h in update.hidden if h.kind == "dim"}
+    blocks = {scaled(f.at, 1, f.local) for f in base.dims[dim] if f.size > f.local}
+    if update.shape[dim] == 1 and elements & blocks:
+        return base.dims[dim]
     raise Unproved("it writes a piece of a dim into another piece of it.")
+
+
+def _is_block(dim: Dim, local: int, count: int, block: Positions) -> bool:
+    """Return whether a dim is a block of `count` equal ones, by its number; a constant dim is each."""
+    if is_constant_along(dim):
+        return True
+    return [(f.size, scaled(f.at, 1, local)) for f in dim] == [(count * local, block)]
 
 
 def _padded(
@@ -195,58 +187,50 @@ def _padded(
     if local % size or (start % size).any():
         raise Unproved("each device writes its piece at a place that overlaps others.")
     factors = normal(update.dims[dim])
-    if (
-        len(factors) == 1
-        and factors[0].size > 0
-        and factors[0].at is at
-        and factors[0].size == local
-    ):
-        remaining = update.hidden
-    else:
-        matching = [
-            h
-            for h in update.hidden
-            if h.kind == "dim" and h.at is coordinate.at and h.count == blocks
-        ]
-        if not matching or not is_whole(factors):
-            if update.constant or is_constant_along(factors):
-                matching = []
-            elif len(factors) != 1 or factors[0].size != local:
-                raise Unproved("each device writes its own numbers at its own place.")
-            else:
-                raise Wrong(
-                    "devices write their pieces at other places than these pieces have in the"
-                    " array."
-                )
-        remaining = tuple(h for h in update.hidden if h not in matching)
+    remaining = update.hidden
+    if [(factor.size, factor.at) for factor in factors] != [(local, at)]:
+        remaining = _without_block(update, factors, local, coordinate)
     dims = replaced(update.dims, dim, whole(size, line.devices))
     return whole(local, line.devices), coordinate, update._replace(dims=dims, hidden=remaining)
+
+
+def _without_block(update: DerivedValue, dim: Dim, local: int, block: Hidden) -> tuple[Hidden, ...]:
+    """Return the coordinates of an update without the number of the block that each device writes.
+
+    Whole blocks have that number as an element of a dim; numbers that are the same everywhere have
+    none.
+    """
+    numbers = [
+        h for h in update.hidden if (h.kind, h.at, h.count) == ("dim", block.at, block.count)
+    ]
+    if numbers and is_whole(dim):
+        return tuple(h for h in update.hidden if h not in numbers)
+    if update.constant or is_constant_along(dim):
+        return update.hidden
+    if len(dim) == 1 and dim[0].size == local:
+        raise Wrong(
+            "devices write their pieces at other places than these pieces have in the array."
+        )
+    raise Unproved("each device writes its own numbers at its own place.")
 
 
 def gather(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     """Return the rule of a gather."""
     operand, indices = values
     offset_dims = line.integers("offset_dims")
-    collapsed = line.integers("collapsed_slice_dims")
-    starts = line.integers("start_index_map")
     sizes = line.integers("slice_sizes")
-    vector_dim = line.integers("index_vector_dim")[0]
     batching = line.pairs("operand_batching_dims", "start_indices_batching_dims")
-    if pending(indices):
-        indices = indices._replace(hidden=used(indices.hidden, line.order))
+    indices = indices._replace(hidden=used(indices.hidden, line.order))
     common, operand, indices = unify(operand, indices, batching)
-    batch = [i for i in range(len(indices.shape)) if i != vector_dim]
-    by_indices = {j: common[i] for i, j in batching}
-    window = _windows(operand, collapsed, batching)
-    rows = None
-    for dim in starts:
-        if sizes[dim] != operand.shape[dim] and not is_whole(operand.dims[dim]):
-            if len(starts) != 1 or sizes[dim] != 1:
-                raise Unproved(
-                    f"it looks up elements of dim {dim}, of which each device holds a piece."
-                )
-            rows, indices = own_rows(operand, dim, indices, line.order)
-    batch_dims = iter([by_indices.get(j, indices.dims[j]) for j in batch])
+    window = operand.other_dims({*line.integers("collapsed_slice_dims"), *common})
+
+    rows, indices = _looked_up(line, operand, indices, window)
+    if classes_of(pending(operand)) & classes_of(indices.hidden):
+        raise Unproved("each device looks up other elements of a partial sum.")
+    dims_of_indices = indices.dims_with({j: common[i] for i, j in batching})
+    batch_dims = iter(
+        [dims_of_indices[j] for j in indices.other_dims(line.integers("index_vector_dim"))]
+    )
     window_dims = iter(
         [
             operand.dims[i] if sizes[i] == operand.shape[i] else whole(sizes[i], line.devices)
@@ -256,21 +240,35 @@ def gather(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     dims = [
         next(window_dims) if i in offset_dims else next(batch_dims) for i in range(len(line.dims))
     ]
-    for i in window:
-        if i not in starts and sizes[i] != operand.shape[i] and not is_whole(operand.dims[i]):
-            raise Unproved("it takes a part of a piece.")
-    if classes_of(pending(operand)) & classes_of(indices.hidden):
-        raise Unproved("each device looks up other elements of a partial sum.")
     hidden = merged_hidden([operand.hidden, indices.hidden, () if rows is None else (rows.row,)])
     return DerivedValue(line.dims, tuple(dims), hidden, facts=Facts(rows=rows))
 
 
-def _windows(
-    operand: DerivedValue, left_out: Sequence[int], batching: list[tuple[int, int]]
-) -> list[int]:
-    """Return the dims of an operand that the windows of a gather or scatter have."""
-    without = {*left_out, *(i for i, _ in batching)}
-    return [i for i in range(len(operand.shape)) if i not in without]
+def _looked_up(
+    line: Line, operand: DerivedValue, indices: DerivedValue, window: Sequence[int]
+) -> tuple[Rows | None, DerivedValue]:
+    """Return the rows that a gather takes from the piece of each device, and the indices without
+    their dependence on it; None if each device has the whole of what it indexes.
+    """
+    starts = line.integers("start_index_map")
+    sizes = line.integers("slice_sizes")
+    cut_pieces = [
+        dim
+        for dim in operand.other_dims(())
+        if sizes[dim] != operand.shape[dim] and not is_whole(operand.dims[dim])
+    ]
+    rows = None
+    indexed = [dim for dim in starts if dim in cut_pieces]
+    if indexed:
+        (dim, *_) = indexed
+        if len(starts) != 1 or sizes[dim] != 1:
+            raise Unproved(
+                f"it looks up elements of dim {dim}, of which each device holds a piece."
+            )
+        rows, indices = own_rows(operand, dim, indices, line.order)
+    if any(dim in window and dim not in starts for dim in cut_pieces):
+        raise Unproved("it takes a part of a piece.")
+    return rows, indices
 
 
 def scatter(line: Line, values: Sequence[DerivedValue], kind: str | None) -> DerivedValue:
@@ -280,49 +278,62 @@ def scatter(line: Line, values: Sequence[DerivedValue], kind: str | None) -> Der
     """
     operand, indices, updates = values
     window_dims = line.integers("update_window_dims")
-    inserted = line.integers("inserted_window_dims")
-    scattered = line.integers("scatter_dims_to_operand_dims")
-    vector_dim = line.integers("index_vector_dim")[0]
+    vector_dims = line.integers("index_vector_dim")
     batching = line.pairs("input_batching_dims", "scatter_indices_batching_dims")
+    batch_of_operand = {j: i for i, j in batching}
+    # the dims of updates and of indices that count what is written
+    pairs = list(zip(updates.other_dims(window_dims), indices.other_dims(vector_dims), strict=True))
     indices = indices._replace(hidden=used(indices.hidden, line.order))
-    batch_of_indices = [i for i in range(len(indices.shape)) if i != vector_dim]
-    batch_of_updates = [i for i in range(len(updates.shape)) if i not in window_dims]
-    pairs = list(zip(batch_of_updates, batch_of_indices, strict=True))
     common, updates, indices = unify(updates, indices, pairs)
     updates = updates._replace(dims=updates.dims_with(common))
-    windows = _windows(operand, inserted, batching)
-    window_of = dict(zip(windows, window_dims, strict=True))
-    same = [(i, j) for i, j in window_of.items() if operand.shape[i] == updates.shape[j]]
-    batched = {j: i for i, j in batching}
-    same += [(batched[j], i) for i, j in pairs if j in batched]
-    dims_of_operand, operand, updates = unify(operand, updates, same)
-    dims = list(operand.dims_with(dims_of_operand))
-    for dim in {*scattered, *windows} - dims_of_operand.keys():
-        is_row = scattered == (dim,) and operand.zero and kind == "add"
-        rows = scattered_rows(indices, operand.shape[dim]) if is_row else None
-        if rows is not None:
+    inserted = line.integers("inserted_window_dims")
+    windows = operand.other_dims({*inserted, *batch_of_operand.values()})
+    same = [
+        (i, j)
+        for i, j in zip(windows, window_dims, strict=True)
+        if operand.shape[i] == updates.shape[j]
+    ]
+    same += [(batch_of_operand[j], i) for i, j in pairs if j in batch_of_operand]
+    common, operand, updates = unify(operand, updates, same)
+    operand = operand._replace(dims=operand.dims_with(common))
+    scattered = line.integers("scatter_dims_to_operand_dims")
+    is_sum = operand.zero and kind == "add"
+    for dim in {*scattered, *windows} - common.keys():
+        local = operand.shape[dim]
+        rows = scattered_rows(indices, local) if is_sum and scattered == (dim,) else None
+        if rows is not None:  # zeros, except in the rows of each device
             at, size = rows
-            dims[dim] = (Factor(operand.shape[dim], size, at),)
+            new_dim = (Factor(local, size, at),)
             indices = without(indices, Hidden("device", at, 0, line.order))
-            continue
-        if not is_whole(operand.dims[dim]):
+        elif is_whole(operand.dims[dim]):
+            new_dim = whole(local, line.devices)
+        else:
             raise Unproved(f"it writes to places of dim {dim}, of which each device holds a piece.")
-        dims[dim] = whole(operand.shape[dim], line.devices)
-    reduced_dims = [i for i, j in pairs if j not in batched]
-    terms = DerivedValue(
-        updates.shape,
-        updates.dims,
-        merged_hidden([updates.hidden, indices.hidden]),
-        fill=updates.fill,
-    )
+        operand = operand._replace(dims=replaced(operand.dims, dim, new_dim))
+    summed = [i for i, j in pairs if j not in batch_of_operand]
+    terms = _terms(line, updates, indices, summed, kind)
+    hidden = added([operand, terms], line.order, kind or "add")
+    return DerivedValue(line.dims, operand.dims, hidden)
+
+
+def _terms(
+    line: Line,
+    updates: DerivedValue,
+    indices: DerivedValue,
+    summed: Sequence[int],
+    kind: str | None,
+) -> DerivedValue:
+    """Return the updates of a scatter as terms of its result: those along the dims `summed`, which
+    may meet in one element, are reduced.
+    """
+    hidden = merged_hidden([updates.hidden, indices.hidden])
     if classes_of(pending(updates)) & classes_of(indices.hidden):
-        terms = terms._replace(hidden=used(terms.hidden, line.order))
-    sums = [f for i in reduced_dims for f in terms.dims[i] if f.size > f.local or f.size == -1]
-    if sums and kind is None:
+        # a device that writes its partial sums to places of its own does not complete them
+        hidden = used(hidden, line.order)
+    terms = updates._replace(hidden=hidden)
+    if kind is None and not all(is_whole(terms.dims[i]) for i in summed):
         raise Unproved("devices overwrite elements with their own rows.")
-    hidden = reduced(terms, reduced_dims, kind or "add", line) if sums else terms.hidden
-    result = terms._replace(hidden=hidden)
-    return DerivedValue(line.dims, tuple(dims), added([operand, result], line.order, kind or "add"))
+    return terms._replace(hidden=reduced(terms, summed, kind or "add", line))
 
 
 def along_whole(
