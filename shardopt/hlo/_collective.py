@@ -97,20 +97,15 @@ def read_collective(
         return _collective(site, (outermost,), sent_bytes, slices, sent, None)
     if slices > 1:
         sizes = {**sizes, outermost: sizes[outermost] // slices}
-    if site.kind == "collective-permute":
-        pairs = permute_pairs(attributes(instruction), replicas, partitions)
-        groups = tuple(pair for pair in pairs if pair[0] != pair[1])
-        group_size = 0
-        axes_of = axes_of_pairs
-    else:
-        groups = replica_groups(site.kind, attributes(instruction), replicas, partitions)
-        group_size = max(len(group) for group in groups)
-        axes_of = axes_of_groups
-    if not groups or group_size == 1:
+    groups = _groups(site, replicas, partitions)
+    longest = max(map(len, groups), default=0)
+    if longest < 2:
         return None
-    axes = axes_of(groups, sizes)
-    part = None
-    if axes is None and (part := axis_of_parts(groups, sizes)) is not None:
+    is_permute = site.kind == "collective-permute"
+    group_size = 0 if is_permute else longest
+    axes = axes_of_pairs(groups, sizes) if is_permute else axes_of_groups(groups, sizes)
+    part = axis_of_parts(groups, sizes) if axes is None else None
+    if part is not None:
         axes = (part,)
     result = _result(instruction, site.kind)
     # the result of a reduce-scatter is a shard of what travels, unless it is rendered as an
@@ -119,6 +114,15 @@ def read_collective(
     size = nbytes(result) * (group_size if is_shard else 1)
     shown_groups = groups if axes is None or part else None
     return _collective(site, axes, size, group_size, result, shown_groups, part=part is not None)
+
+
+def _groups(site: CollectiveSite, replicas: int, partitions: int) -> Groups:
+    """Return the devices that send to each other: groups, or pairs of a permute."""
+    words = attributes(site.instruction)
+    if site.kind != "collective-permute":
+        return replica_groups(site.kind, words, replicas, partitions)
+    pairs = permute_pairs(words, replicas, partitions)
+    return tuple((source, target) for source, target in pairs if source != target)
 
 
 def _collective(

@@ -66,8 +66,10 @@ def parse(text: str) -> Module:
         elif computations[name] and line.strip():  # metadata of kernels spans several lines
             previous = computations[name][-1]
             computations[name][-1] = previous._replace(arguments=previous.arguments + line)
-    if not header or not entry:
-        raise _not_a_module(f"it has no {'entry computation' if header else 'HloModule line'}")
+    if not header:
+        raise _not_a_module("it has no HloModule line")
+    if not entry:
+        raise _not_a_module("it has no entry computation")
     if name is not None:
         raise _not_a_module(f"it ends within computation {name}")
     return Module(header, entry, {key: tuple(lines) for key, lines in computations.items()})
@@ -98,7 +100,7 @@ def aliases(header: str) -> list[tuple[tuple[int, ...], int]]:
 
 def operands(instruction: Instruction) -> list[str]:
     """Return the operand names. For a constant or parameter, return its literal."""
-    operand_text = _TUPLE_INDEX.sub("", instruction.arguments[: end_of(instruction.arguments)])
+    operand_text = TUPLE_INDEX.sub("", instruction.arguments[: end_of(instruction.arguments)])
     # an operand may carry its shape: `f32[8]{0} %x`
     return [part.split()[-1].lstrip("%") for part in split(operand_text) if part.strip()]
 
@@ -215,7 +217,7 @@ _OPCODE = re.compile(r"\s*(?P<opcode>[\w\-]+)\(")
 _PUNCTUATION = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{}]')
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+),")
-_TUPLE_INDEX = re.compile(r"/\*index=\d+\*/")
+TUPLE_INDEX = re.compile(r"/\*index=\d+\*/")
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -227,7 +229,7 @@ def _instruction(line: str) -> Instruction | None:
     opcode = _OPCODE.match(definition, end)
     if not opcode:
         return None
-    shape = _TUPLE_INDEX.sub("", definition[:end])
+    shape = TUPLE_INDEX.sub("", definition[:end])
     return Instruction(
         assignment["name"],
         shape,

@@ -17,6 +17,7 @@ from shardopt.core import PyTree, calling, format_error, leaves_with_paths, type
 from shardopt.core._tracebacks import api_boundary
 from shardopt.hlo._collective import Collective, read_collective
 from shardopt.hlo._hlo_text import (
+    TUPLE_INDEX,
     Instruction,
     Module,
     WindowDim,
@@ -306,11 +307,7 @@ def _check_order(mesh: object, compiled: Compiled | None) -> None:
     list_devices = getattr(compiled.runtime_executable(), "local_devices", list)
     program_order = [device.id for device in list_devices()]
     mesh_order = [device.id for device in mesh.devices.flat]
-    if (
-        program_order
-        and program_order != mesh_order
-        and sorted(program_order) == sorted(mesh_order)
-    ):
+    if program_order != mesh_order and sorted(program_order) == sorted(mesh_order):
         problem = (
             f"the mesh lists its devices as {mesh_order}, the program was compiled for the order"
             f" {program_order}."
@@ -363,7 +360,7 @@ def argument_padding(program: Compiled | str) -> int:
     XLA:TPU stores the last two dims of an array in tiles, of 8 x 128 numbers for fp32. Shards that
     are smaller than a tile are padded. Other platforms add no padding.
     """
-    inputs = _INDEX.sub(
+    inputs = TUPLE_INDEX.sub(
         "", _header(program).partition("entry_computation_layout={")[2].partition("->")[0]
     )
     return tiled_nbytes(inputs) - nbytes(inputs) if inputs.startswith("(") else 0
@@ -398,7 +395,6 @@ def _header(program: Compiled | str) -> str:
 
 
 _HEADER = re.compile(r"^HloModule.*", re.MULTILINE)
-_INDEX = re.compile(r"/\*index=\d+\*/")
 
 
 @calling("inner_product_flops")

@@ -317,18 +317,10 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
         return 1
     words = attributes(loop)
     condition, body = (_root(module, words[key].lstrip("%")) for key in ("condition", "body"))
-    comparison, compared = _followed(module, condition)
-    if comparison is None or comparison.opcode != "compare":
+    limit = _limit(module, condition)
+    if limit is None:
         return None
-    direction = attributes(comparison)["direction"]
-    lhs, rhs = (_linear(module, operand) for operand in compared)
-    if lhs is None or rhs is None:
-        return None
-    if lhs.slot is None:  # put the counter on the left
-        lhs, rhs, direction = rhs, lhs, _MIRRORED.get(direction, "")
-    counter = lhs.slot
-    if counter is None or lhs.plus or rhs.slot is not None or direction not in _MIRRORED:
-        return None
+    counter, end, upwards = limit
     initial = _Reference(computation, operands(loop)[0])
     start, step = (
         _linear(module, _tuple_element(module, state, counter)) for state in (initial, body)
@@ -337,8 +329,6 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
         return None
     if step is None or step.slot != counter or step.plus == 0:
         return None
-    end = rhs.plus + {"LE": 1, "GE": -1}.get(direction, 0)
-    upwards = direction in ("LT", "LE")
     return len(range(start.plus, end, step.plus)) if upwards == (step.plus > 0) else None
 
 
@@ -362,6 +352,27 @@ class _Linear(NamedTuple):
 
     slot: int | None
     plus: int
+
+
+def _limit(module: Module, condition: _Reference | None) -> tuple[int, int, bool] | None:
+    """Return the counter of a loop as an element of its state, the number at which the loop ends,
+    and whether it turns below that number, or above.
+
+    None if the condition does not compare a counter to a constant.
+    """
+    comparison, compared = _followed(module, condition)
+    if comparison is None or comparison.opcode != "compare":
+        return None
+    direction = attributes(comparison)["direction"]
+    lhs, rhs = (_linear(module, operand) for operand in compared)
+    if lhs is None or rhs is None:
+        return None
+    if lhs.slot is None:  # put the counter on the left
+        lhs, rhs, direction = rhs, lhs, _MIRRORED.get(direction, "")
+    if lhs.slot is None or lhs.plus or rhs.slot is not None or direction not in _MIRRORED:
+        return None
+    end = rhs.plus + {"LE": 1, "GE": -1}.get(direction, 0)
+    return lhs.slot, end, direction in ("LT", "LE")
 
 
 def _followed(

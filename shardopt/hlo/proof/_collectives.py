@@ -217,7 +217,7 @@ def gathered(value: DerivedValue, dim: int, groups: Groups) -> DerivedValue:
         )
     # joined in their order, pieces are a dim to the left of their elements
     minor = math.prod(value.shape[dim:])
-    coordinate, hidden = _gathered_coordinate(value, groups, devices, minor)
+    coordinate, hidden = _gathered_coordinate(value, groups, minor)
     dims = value.dims
     factors = list(value.dims[dim])
     if coordinate is None:
@@ -255,7 +255,7 @@ def _first(at: Positions, groups: Groups) -> Positions:
 
 
 def _gathered_coordinate(
-    value: DerivedValue, groups: Groups, devices: int, minor: int
+    value: DerivedValue, groups: Groups, minor: int
 ) -> tuple[tuple[int, Factor] | None, tuple[Hidden, ...]]:
     """Return the one coordinate that varies in the groups: (dim, factor), dim -1 for a hidden dim;
     None if there is none. And the hidden coordinates that remain.
@@ -269,25 +269,34 @@ def _gathered_coordinate(
         ((dim, factor),) = factors
         _check_ascending(factor.at, factor.local, groups)
         return (dim, factor), remaining
-    if not factors and all(h.kind == "dim" for h in hidden):
-        counts = sorted(hidden, key=lambda h: -_period(h.at, groups))
-        combined = np.zeros(devices, np.int64)
-        for h in counts:
-            combined = combined * h.count + h.at.array
-        at = Positions.of(combined)
-        _check_ascending(at, 1, groups)
-        if any(h.minor != minor for h in hidden) and math.prod(value.shape) != 1:
-            raise Unproved(
-                "it joins elements of a dim of which each device holds one; whether along that dim"
-                " is unknown."
-            )
-        return (-1, Factor(1, math.prod(h.count for h in hidden), at)), remaining
-    kinds = {h.kind for h in hidden} - {"dim"}
+    kinds = {h.kind for h in hidden}
+    if not factors and kinds == {"dim"}:
+        return (-1, _joined_elements(value, hidden, groups, minor)), remaining
     if "device" in kinds:
         raise Unproved("it gathers values that devices chose by their own number.")
-    if kinds:
+    if kinds - {"dim"}:
         raise Unproved("it gathers terms of a sum that is not complete.")
     raise Unproved("it gathers pieces that differ in several ways.")
+
+
+def _joined_elements(
+    value: DerivedValue, hidden: Sequence[Hidden], groups: Groups, minor: int
+) -> Factor:
+    """Return the dim whose elements the devices of each group hold, one each.
+
+    Several dims become one: of them, the coordinate that changes last within a group is the major.
+    """
+    position = np.zeros_like(hidden[0].at.array)
+    for h in sorted(hidden, key=lambda h: -_period(h.at, groups)):
+        position = position * h.count + h.at.array
+    at = Positions.of(position)
+    _check_ascending(at, 1, groups)
+    if {h.minor for h in hidden} != {minor} and math.prod(value.shape) != 1:
+        raise Unproved(
+            "it joins elements of a dim of which each device holds one; whether along that dim is"
+            " unknown."
+        )
+    return Factor(1, math.prod(h.count for h in hidden), at)
 
 
 def _period(at: Positions, groups: Groups) -> int:

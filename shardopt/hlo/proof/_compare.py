@@ -194,52 +194,59 @@ def compare(
       sizes: mesh axis to size, to name the devices over which a sum is missing.
     """
     interpreter = Interpreter(module, limit=MAX_NUMBERS)
-    devices = interpreter.replicas * interpreter.partitions
     try:
         refusal = _refusal(interpreter, reference)
         if refusal:
             return Comparison(None, refusal)
-        ranks = [len(array_shape(line.shape)) for line in interpreter.parameters]
         into = [
-            sharding_text(sharding, rank, devices)
-            for sharding, rank in zip(inputs, ranks, strict=True)
+            sharding_text(sharding, len(array_shape(line.shape)), interpreter.num_devices)
+            for line, sharding in zip(interpreter.parameters, inputs, strict=True)
         ]
         if not reference.draws:
             return Comparison(None, "for drawn arguments, a result is not finite.")
         for draw in reference.draws:
-            expected = reference.results(draw)
-            global_arguments = reference.arguments(draw)
-            scales = [_scale(target, global_arguments) for target in expected]
-            arguments = interpreter.shard(global_arguments, into)
-            try:
-                results = interpreter.run(arguments)
-            except CannotInterpretError as error:
-                if error.waits_forever:
-                    return Comparison(ResultDifference(error.instruction, f"{error.reason}."))
-                raise
-            errors = [
-                _error(shards, sharding_text(sharding, target.ndim, devices), target, scale)
-                for shards, sharding, target, scale in zip(
-                    results, outputs, expected, scales, strict=True
-                )
-            ]
-            index = int(np.argmax(errors)) if errors else 0
-            if errors and errors[index] > TOLERANCE:
-                rounding = errors_of_folding(
-                    module, reference.interpreter.module, arguments, results, scales
-                )
-                if all(
-                    error <= TOLERANCE + bound
-                    for error, bound in zip(errors, rounding, strict=True)
-                ):
-                    continue
-                site = locate(interpreter, arguments, reference.values(draw), index, sizes)
-                return Comparison(_described(index, errors[index], site))
+            difference = _difference(interpreter, reference, draw, into, outputs, sizes)
+            if difference is not None:
+                return Comparison(difference)
     except CannotInterpretError as error:
         return Comparison(None, str(error).removeprefix("interpret: "))
     axes = " x ".join(reference.equal.axes if reference.equal else ())
     assumption = f"pieces of the state are equal over {axes}" if axes else ""
     return Comparison(None, "", assumption, reference.sides.one_sided)
+
+
+def _difference(
+    interpreter: Interpreter,
+    reference: Reference,
+    draw: int,
+    inputs: Sequence[str],
+    outputs: Sequence[Sharding | str],
+    sizes: Mapping[str, int],
+) -> ResultDifference | None:
+    """Return the result that differs most for drawn arguments; None if all are equal."""
+    expected = reference.results(draw)
+    global_arguments = reference.arguments(draw)
+    scales = [_scale(target, global_arguments) for target in expected]
+    arguments = interpreter.shard(global_arguments, inputs)
+    try:
+        results = interpreter.run(arguments)
+    except CannotInterpretError as error:
+        if not error.waits_forever:
+            raise
+        return ResultDifference(error.instruction, f"{error.reason}.")
+    errors = [
+        _error(shards, sharding_text(sharding, target.ndim, interpreter.num_devices), target, scale)
+        for shards, sharding, target, scale in zip(results, outputs, expected, scales, strict=True)
+    ]
+    if all(error <= TOLERANCE for error in errors):
+        return None
+    given = reference.interpreter.module
+    rounding = errors_of_folding(interpreter.module, given, arguments, results, scales)
+    if all(error <= TOLERANCE + bound for error, bound in zip(errors, rounding, strict=True)):
+        return None
+    index = int(np.argmax(errors))
+    site = locate(interpreter, arguments, reference.values(draw), index, sizes)
+    return _described(index, errors[index], site)
 
 
 def _described(result: int, error: float, site: ResultDifference | None) -> ResultDifference:
@@ -262,7 +269,7 @@ def _refusal(interpreter: Interpreter, reference: Reference) -> str:
         line for computation in interpreter.module.computations.values() for line in computation
     )
     numbers = sum(math.prod(array_shape(array)) for line in lines for array in _computed(line))
-    numbers *= interpreter.replicas * interpreter.partitions
+    numbers *= interpreter.num_devices
     if numbers > MAX_NUMBERS:
         return f"its instructions compute {numbers:,} numbers, too many to interpret."
     counts = len(reference.interpreter.parameters), len(interpreter.parameters)

@@ -131,17 +131,12 @@ class Derivation:
             return self._while(line, operands[0])
         if opcode == "conditional":
             return self._conditional(line, operands)
-        if opcode == "constant":
-            return literal(line)
-        if opcode == "iota":
-            return iota(line)
+        if opcode in _SOURCES:
+            return _SOURCES[opcode](line)
         if opcode in ("partition-id", "replica-id"):
-            positions = np.arange(self.devices)
-            ids = (
-                positions % self.partitions
-                if opcode == "partition-id"
-                else positions // self.partitions
-            )
+            # devices are numbered replica by replica
+            replica, partition = np.divmod(np.arange(self.devices), self.partitions)
+            ids = partition if opcode == "partition-id" else replica
             return known(ids.astype(np.uint32), line)
         if opcode in KINDS:
             return self._collective(line, opcode, operands)
@@ -184,7 +179,7 @@ class Derivation:
             return _settled(value, operands)
         removed = line.integers("dimensions")
         values = _indexing.along_whole(line, operands[:half], removed)
-        remaining = [i for i in range(len(values[0].shape)) if i not in removed]
+        remaining = values[0].other_dims(removed)
         shape = tuple(values[0].shape[i] for i in remaining)
         dims = tuple(values[0].dims[i] for i in remaining)
         return line.results([DerivedValue(shape, dims, value.hidden) for value in values])
@@ -412,6 +407,7 @@ _IDENTITIES = words(
 )
 
 
+_SOURCES = {"constant": literal, "iota": iota}
 _RULES = {
     **_rules.RULES,
     "dynamic-slice": _indexing.dynamic_slice,

@@ -117,23 +117,18 @@ def dynamic_update_slice(line: Line, values: Sequence[DerivedValue]) -> DerivedV
         if size == base.shape[dim]:
             same.append((dim, dim))
             continue
+        local = base.shape[dim]
         start = starts_of(index, line.devices)
-        by_device = start is not None and bool((start != start[0]).any())
-        if (
-            start is None
-            or not by_device
-            or not (base.zero and _covers(start, size, base.shape[dim]))
-        ):
-            index_hidden += used(index.hidden, line.order)
-            if not (is_whole(base.dims[dim]) and is_whole(update.dims[dim])):
-                dims[dim] = _updated_piece(base, update, dim)
-            else:
-                dims[dim] = whole(base.shape[dim], line.devices)
+        if start is not None and base.zero and _covers(start, size, local):
+            start = np.clip(start, 0, local - size)
+            dims[dim], block, update = _padded(local, update, dim, start, line)
+            padded.append(block)
             continue
-        dims[dim], new, update = _padded(
-            base.shape[dim], update, dim, np.clip(start, 0, base.shape[dim] - size), line
-        )
-        padded.append(new)
+        index_hidden += used(index.hidden, line.order)
+        if is_whole(base.dims[dim]) and is_whole(update.dims[dim]):
+            dims[dim] = whole(local, line.devices)
+        else:
+            dims[dim] = _updated_piece(base, update, dim)
     common, base, update = unify(base, update, same)
     result = base._replace(dims=tuple(dims)).dims_with(common)
     hidden = added([base, update], line.order)
@@ -157,7 +152,9 @@ def _updated_piece(base: DerivedValue, update: DerivedValue, dim: int) -> Dim:
             continue
         count = factors[0].size // size
         block = scaled(factors[0].at, 1, size)
-        if other.zero or _is_block(other.dims[dim], other.shape[dim], count, block):
+        pieces = [(f.size, scaled(f.at, 1, other.shape[dim])) for f in other.dims[dim]]
+        is_same_block = pieces == [(count * other.shape[dim], block)]
+        if other.zero or is_constant_along(other.dims[dim]) or is_same_block:
             local = base.shape[dim]
             return (Factor(local, count * local, scaled(block, local)),)
     elements = {h.at for h in update.hidden if h.kind == "dim"}
@@ -165,13 +162,6 @@ def _updated_piece(base: DerivedValue, update: DerivedValue, dim: int) -> Dim:
     if update.shape[dim] == 1 and elements & blocks:
         return base.dims[dim]
     raise Unproved("it writes a piece of a dim into another piece of it.")
-
-
-def _is_block(dim: Dim, local: int, count: int, block: Positions) -> bool:
-    """Return whether a dim is a block of `count` equal ones, by its number; a constant dim is each."""
-    if is_constant_along(dim):
-        return True
-    return [(f.size, scaled(f.at, 1, local)) for f in dim] == [(count * local, block)]
 
 
 def _padded(

@@ -95,9 +95,14 @@ class Interpreter:
         self.replicas, self.partitions = sizes_of_program(self.module)
 
     @property
+    def num_devices(self) -> int:
+        """The number of devices."""
+        return self.replicas * self.partitions
+
+    @property
     def devices(self) -> np.ndarray:
         """The positions of all devices."""
-        return np.arange(self.replicas * self.partitions)
+        return np.arange(self.num_devices)
 
     @property
     def parameters(self) -> list[Instruction]:
@@ -110,10 +115,10 @@ class Interpreter:
         """Cut whole arguments by shardings, by default the shardings that the text states of the
         parameters.
         """
-        count = self.replicas * self.partitions
-        shardings = written_shardings(self.parameters, count) if shardings is None else shardings
+        if shardings is None:
+            shardings = written_shardings(self.parameters, self.num_devices)
         return [
-            cut(np.asarray(value), sharding, count)
+            cut(np.asarray(value), sharding, self.num_devices)
             for value, sharding in zip(inputs, shardings, strict=True)
         ]
 
@@ -121,10 +126,7 @@ class Interpreter:
         """Return each result on all devices."""
         for line, value in zip(self.parameters, inputs, strict=True):
             shape = read_shape(line.shape)
-            if (
-                value.shape != (self.replicas * self.partitions, *shape.dims)
-                or value.dtype != shape.dtype
-            ):
+            if value.shape != (self.num_devices, *shape.dims) or value.dtype != shape.dtype:
                 raise ValueError(
                     f"interpret: {line.name} is {line.shape} on each device, got"
                     f" {value.dtype}{list(value.shape)}."

@@ -54,8 +54,8 @@ def _integer_divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if a.dtype.kind not in "iu":
         return np.divide(a, b)
     safe = np.where(b == 0, 1, b)
-    quotient = np.abs(a) // np.abs(safe) if a.dtype.kind == "i" else a // safe
-    quotient = quotient * (np.sign(a) * np.sign(safe)) if a.dtype.kind == "i" else quotient
+    # numpy rounds down, HLO rounds to zero
+    quotient = np.abs(a) // np.abs(safe) * (np.sign(a) * np.sign(safe))
     return np.where(b == 0, np.array(-1).astype(a.dtype), quotient)
 
 
@@ -146,8 +146,10 @@ COMPARE = {
     "GT": np.greater,
     "GE": np.greater_equal,
 }
-UFUNCS = {"add": np.add, "multiply": np.multiply, "maximum": np.maximum, "minimum": np.minimum}
-UFUNCS |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+UFUNCS = {
+    opcode: BINARY[opcode]
+    for opcode in ("add", "multiply", "maximum", "minimum", "and", "or", "xor")
+}
 
 
 def reduce_rows(ufunc: Any, value: np.ndarray, axis: int | tuple[int, ...]) -> np.ndarray:
@@ -225,11 +227,8 @@ def _bitcast(line: Line) -> Operation:
         target = target._replace(tile=())
 
     def apply(value):
-        flat = to_memory(value, source)
-        flat = (
-            flat if source.dtype == target.dtype else np.ascontiguousarray(flat).view(target.dtype)
-        )
-        return from_memory(flat, target)
+        flat = np.ascontiguousarray(to_memory(value, source))
+        return from_memory(flat.view(target.dtype), target)
 
     return apply
 
@@ -249,14 +248,14 @@ def _bitcast_convert(line: Line) -> Operation:
 
 def _broadcast(line: Line) -> Operation:
     dims = line.integers("dimensions")
+    axes = (0, *(np.argsort(dims) + 1))
     target = line.dims
 
     def apply(value):
         sizes = [1] * len(target)
         for dim, size in zip(dims, value.shape[1:], strict=True):
             sizes[dim] = size
-        order = np.argsort(dims) if list(dims) != sorted(dims) else None
-        value = value if order is None else value.transpose(0, *(order + 1))
+        value = value.transpose(axes)
         return np.broadcast_to(value.reshape(len(value), *sizes), (len(value), *target))
 
     return apply

@@ -69,7 +69,7 @@ def locate(
       result: index of a result that differs.
       sizes: mesh axis to size; if it is empty, all devices are one axis.
     """
-    devices = interpreter.replicas * interpreter.partitions
+    devices = interpreter.num_devices
     shape = tuple(sizes.values()) if math.prod(sizes.values()) == devices else (devices,)
     values = recorded(interpreter, arguments)
     return _Search(interpreter.module, values, _Known(known.values(), devices), shape).first_wrong(

@@ -230,14 +230,13 @@ def masked(line: Line, operands: Sequence[DerivedValue]) -> DerivedValue | None:
         raise Unproved("it masks other rows than those that the device does not hold.")
     if table_rows.row not in rows.hidden:
         return None
-    frame, term, condition_value = unify(
-        rows, without(predicate, table_rows.row), [(i, i) for i in range(len(rows.shape))]
-    )
+    common, term, condition_value = unify(rows, without(predicate, table_rows.row))
     hidden = tuple(h for h in term.hidden if h != table_rows.row)
     pending = table_rows.row._replace(kind="add", origin=line.order)
-    dims = tuple(frame[i] for i in range(len(rows.shape)))
     return DerivedValue(
-        line.dims, dims, merged_hidden([hidden, condition_value.hidden, (pending,)])
+        line.dims,
+        rows.dims_with(common),
+        merged_hidden([hidden, condition_value.hidden, (pending,)]),
     )
 
 

@@ -136,38 +136,31 @@ def prove(
     if inputs is None or (len(inputs) != len(parameters) and not isinstance(program, str)):
         inputs = written_shardings(parameters, math.prod(sizes_of_program(module)))
     derived_faults, sums_of_constants = _derive(module, inputs, outputs)
-    comparison = Comparison(None, "the program that XLA was given is unknown.")
-    reference = None
-    if source.lowered is not None:
-        assert outputs is not None
-        lowered = source.lowered
-        reference = lowered if isinstance(lowered, Reference) else Reference(lowered)
-        comparison = compare(module, reference, inputs, outputs, sizes)
     instructions = [line for lines in written.computations.values() for line in lines]
     faults = {*derived_faults, *_faults_of_memory(written, instructions)}
-    compared = not comparison.refusal
-    is_equal = compared and comparison.difference is None
-    # A rule that objects says more than results that agree: the drawn arguments may not reach what
-    # differs.
-    is_disputed = is_equal and any(fault.wrong for fault in faults)
-    if is_equal:
-        faults = {fault._replace(wrong=False) for fault in faults}
-        if reference is not None:
+    comparison = Comparison(None, "the program that XLA was given is unknown.")
+    is_settled = False
+    if source.lowered is not None:
+        assert outputs is not None
+        reference = source.lowered
+        if not isinstance(reference, Reference):
+            reference = Reference(reference)
+        comparison = compare(module, reference, inputs, outputs, sizes)
+        is_settled = not comparison.refusal
+        if is_settled and comparison.difference is None:
+            # A rule that objects says more than results that agree: the drawn arguments may not
+            # reach what differs.
+            is_settled = not any(fault.wrong for fault in faults)
+            faults = {fault._replace(wrong=False) for fault in faults}
             faults |= _faults_of_range(reference, instructions)
     wrong = _first_wrong(faults, comparison.difference, instructions, root_of(written))
-    unknown = {
-        fault.order: UncoveredInstruction(
-            instructions[fault.order].name, instructions[fault.order].opcode, fault.reason
-        )
-        for fault in sorted(faults)
-        if not fault.wrong
-    }
-    is_open = bool(unknown or comparison.one_sided)
     problem = None if wrong is None else describe(wrong, written, instructions, text, sizes)
+    unknown = _uncovered(faults, instructions)
+    is_open = bool(unknown or comparison.one_sided)
     return Proof(
-        "wrong" if problem else _VERDICTS[is_open, compared and not is_disputed],
+        "wrong" if problem else _VERDICTS[is_open, is_settled],
         problem,
-        tuple(unknown.values()),
+        unknown,
         len(instructions),
         comparison.refusal,
         comparison.assumption,
@@ -184,6 +177,17 @@ _VERDICTS: dict[tuple[bool, bool], Verdict] = {
 }
 """(whether an instruction is not covered or a branch not taken, whether results were compared and
 no rule objects) -> the verdict."""
+
+
+def _uncovered(
+    faults: Set[Fault], instructions: Sequence[Instruction]
+) -> tuple[UncoveredInstruction, ...]:
+    """Return the instructions that no rule covers, each with one reason."""
+    reasons = {fault.order: fault.reason for fault in sorted(faults) if not fault.wrong}
+    return tuple(
+        UncoveredInstruction(instructions[place].name, instructions[place].opcode, reason)
+        for place, reason in reasons.items()
+    )
 
 
 def _faults_of_memory(module: Module, instructions: Sequence[Instruction]) -> Set[Fault]:
@@ -324,7 +328,7 @@ def _faults_of_result(
         return frozenset()
     value = without_known_devices(value)
     try:
-        _, value, unified = unify(value, declared, [(i, i) for i in range(len(value.shape))])
+        _, value, unified = unify(value, declared)
     except RuleError as problem:
         reason = problem.reason.replace(
             "its operands hold", "what is derived and what is declared are"
@@ -341,7 +345,6 @@ def _faults_of_result(
 
 
 def _left_over(hidden: Hidden, index: int, root: int, *, declared: bool) -> Fault:
-    groups = _groups_of(hidden)
     origin = root if hidden.origin < 0 else hidden.origin
     if declared and hidden.kind != "device":
         reason = (
@@ -350,34 +353,23 @@ def _left_over(hidden: Hidden, index: int, root: int, *, declared: bool) -> Faul
             " alone does not tell."
         )
         return Fault(False, origin, reason)
-    if hidden.kind == "own":
-        return Fault(
-            True,
-            origin,
-            "it uses the term of each device as if it were the whole sum, which is never taken.",
-            groups,
-        )
     if hidden.kind == "dim" and hidden.origin == INPUT:
         reason = (
             f"result {index} is declared to be the same on devices that hold different elements of"
             " an argument: right only if these elements are equal."
         )
         return Fault(False, root, reason)
-    if hidden.kind == "dim":
-        return Fault(
-            True,
-            origin,
-            f"result {index} is declared to be the same on devices that hold different elements.",
-            groups,
-        )
-    if hidden.kind == "device":
-        return Fault(True, origin, f"result {index} depends on the number of the device.", groups)
-    return Fault(
-        True,
-        origin,
-        f"result {index} is a partial {hidden.kind}: the reduction over these devices is missing.",
-        groups,
+    reasons = {
+        "own": "it uses the term of each device as if it were the whole sum, which is never taken.",
+        "dim": (
+            f"result {index} is declared to be the same on devices that hold different elements."
+        ),
+        "device": f"result {index} depends on the number of the device.",
+    }
+    partial = (
+        f"result {index} is a partial {hidden.kind}: the reduction over these devices is missing."
     )
+    return Fault(True, origin, reasons.get(hidden.kind, partial), _groups_of(hidden))
 
 
 def _groups_of(hidden: Hidden) -> tuple[tuple[int, ...], ...]:

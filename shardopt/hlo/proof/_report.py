@@ -44,25 +44,23 @@ def _around(instruction: Instruction, module: Module) -> str:
         if any(line is instruction for line in lines)
     )
     by_name = {line.name: line for line in lines}
-    shown = {instruction.name}
-    edge = [instruction]
+    edge = {instruction.name}
+    shown = set(edge)
     for _ in range(3):
-        read = [
-            by_name[o]
-            for line in edge
+        read = {
+            operand
+            for line in map(by_name.__getitem__, edge)
             if line.opcode not in ("constant", "parameter")
-            for o in operands(line)
-            if o in by_name
-        ]
-        edge = [line for line in read if line.name not in shown]
-        shown |= {line.name for line in edge}
+            for operand in operands(line)
+        }
+        edge = read & by_name.keys() - shown
+        shown |= edge
     shown |= {line.name for line in lines if instruction.name in operands(line)}
-    written = [_text(line, mark=line is instruction) for line in lines if line.name in shown]
-    if len(written) > MAX_LINES:
-        centre = next(i for i, line in enumerate(written) if line.startswith(">"))
-        start = max(0, min(centre - MAX_LINES // 2, len(written) - MAX_LINES))
-        written = written[start : start + MAX_LINES]
-    return "\n".join([f"{name}:", *written])
+    near = [line for line in lines if line.name in shown]
+    centre = near.index(instruction)
+    start = max(0, min(centre - MAX_LINES // 2, len(near) - MAX_LINES))
+    texts = [_text(line, mark=line is instruction) for line in near[start : start + MAX_LINES]]
+    return "\n".join([f"{name}:", *texts])
 
 
 def _text(line: Instruction, *, mark: bool) -> str:

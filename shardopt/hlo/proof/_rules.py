@@ -57,7 +57,7 @@ def unified_operands(
     """Return the dims that operands of equal shape have in common, and the operands without what
     became visible. The dim `without` may differ.
     """
-    pairs = [(i, i) for i in range(len(values[0].shape)) if i != without]
+    pairs = [(i, i) for i in values[0].other_dims((without,))]
     common = values[0]
     for value in values[1:]:
         dims, common, _ = unify(common, value, pairs)
@@ -456,7 +456,7 @@ def product(
     places += [(rhs, j) for j in free_right]
     shape = tuple(value.shape[i] for value, i in places)
     dims = tuple(value.dims[i] for value, i in places)
-    return DerivedValue(shape, dims, hidden, fill=0 if lhs.zero or rhs.zero else None)
+    return DerivedValue(shape, dims, hidden, fill=0 if 0 in (lhs.fill, rhs.fill) else None)
 
 
 _NONLINEAR = words(

@@ -166,7 +166,7 @@ class DerivedValue(NamedTuple):
         """Return its dims, with the dims of `common` in their places."""
         return tuple(common.get(i, dim) for i, dim in enumerate(self.dims))
 
-    def other_dims(self, left_out: Collection[int]) -> list[int]:
+    def other_dims(self, left_out: Collection[int | None]) -> list[int]:
         """Return the numbers of the dims that are not left out."""
         return [i for i in range(len(self.shape)) if i not in left_out]
 
@@ -390,15 +390,15 @@ def unified(first: Dim, second: Dim) -> Dim:
 
 
 def unify(
-    first: DerivedValue, second: DerivedValue, dims: Iterable[tuple[int, int]]
+    first: DerivedValue, second: DerivedValue, dims: Iterable[tuple[int, int]] | None = None
 ) -> tuple[dict[int, Dim], DerivedValue, DerivedValue]:
     """Return the common dims by dim of `first`, and both values without the hidden dims that became
     visible.
 
-    `dims` has the pairs of dims that must agree.
+    `dims` has the pairs of dims that must agree, by default all of two values of one shape.
     """
     common: dict[int, Dim] = {}
-    for i, j in dims:
+    for i, j in [(i, i) for i in first.other_dims(())] if dims is None else dims:
         while True:
             try:
                 common[i] = unified(first.dims[i], second.dims[j])
@@ -434,7 +434,7 @@ def _revealed(value: DerivedValue, dim: int, factor: Factor, other: Factor) -> D
     at = scaled(other.at, 1, other.local)
     count = other.size // other.local
     for hidden in value.hidden:
-        same = hidden.kind == "dim" and hidden.at is at and hidden.count == count
+        same = (hidden.kind, hidden.at, hidden.count) == ("dim", at, count)
         if same and hidden.origin != SCATTERED:  # the rows of a batch are not the rows of a weight
             raise Unproved(
                 "each device holds one element of a dim, which may or may not be the major part of"
@@ -528,18 +528,25 @@ def added(values: Sequence[DerivedValue], order: int, kind: str = "add") -> tupl
     changed = []
     for value in terms:
         hidden = value.hidden
-        for classes, reduction in reductions.items():
-            same = [h for h in hidden if partition(h.at) is classes and h.count == reduction.count]
-            if not same:
-                hidden = (*hidden, as_own(reduction, order))
-            elif reduction.kind != kind or any(h.kind == "own" for h in same):
-                hidden = tuple(
-                    as_own(h, order) if h in same and h.kind != "own" else h for h in hidden
-                )
-            else:
-                hidden = tuple(h._replace(kind=kind) if h in same else h for h in hidden)
+        for reduction in reductions.values():
+            hidden = _as_term(hidden, reduction, kind, order)
         changed.append(hidden)
     return merged_hidden(changed)
+
+
+def _as_term(
+    hidden: tuple[Hidden, ...], reduction: Hidden, kind: str, order: int
+) -> tuple[Hidden, ...]:
+    """Return the coordinates of a value after it is added to terms of a reduction."""
+    key = partition(reduction.at), reduction.count
+    same = [h for h in hidden if (partition(h.at), h.count) == key]
+    if not same:  # the value is whole, and each device adds it to its own term
+        return (*hidden, as_own(reduction, order))
+    if reduction.kind == kind and all(h.kind != "own" for h in same):
+        terms = [h._replace(kind=kind) for h in same]
+    else:
+        terms = [h if h.kind == "own" else as_own(h, order) for h in same]
+    return (*(h for h in hidden if h not in same), *terms)
 
 
 def multiplied(values: Sequence[DerivedValue], order: int) -> tuple[Hidden, ...]:
@@ -590,27 +597,30 @@ def joined(first: DerivedValue, second: DerivedValue) -> DerivedValue:
             constant=first.constant and second.constant
         )
     if first.parts or second.parts:
-        if (
-            first.parts
-            and second.parts
-            and [p.shape for p in first.parts] == [p.shape for p in second.parts]
-        ):
-            parts = tuple(joined(a, b) for a, b in zip(first.parts, second.parts, strict=True))
-            return first.changed(parts=parts, constant=False)
-        raise Unproved("two values of a loop or branch are made of different pieces.")
+        return _joined_parts(first, second)
     try:
-        common, first, second = unify(first, second, [(i, i) for i in range(len(first.dims))])
+        common, first, second = unify(first, second)
         hidden = added([first, second], -1)
     except Wrong as problem:
         raise Unproved(f"a loop or branch changes what a value holds: {problem.reason}") from None
-    fill = first.fill if first.fill == second.fill else None
+
+    def of_both(a: T, b: T, unknown: T) -> T:
+        return a if a == b else unknown
+
     return DerivedValue(
         first.shape,
-        tuple(common[i] for i in range(len(first.dims))),
+        first.dims_with(common),
         hidden,
         constant=first.constant and second.constant,
-        fill=fill,
-        data=first.data if first.data is second.data else None,
+        fill=of_both(first.fill, second.fill, None),
+        data=of_both(first.data, second.data, None),
         sums=first.sums & second.sums,
-        facts=first.facts if first.facts == second.facts else Facts(),
+        facts=of_both(first.facts, second.facts, Facts()),
     )
+
+
+def _joined_parts(first: DerivedValue, second: DerivedValue) -> DerivedValue:
+    first_parts, second_parts = (value.parts or () for value in (first, second))
+    if [part.shape for part in first_parts] != [part.shape for part in second_parts]:
+        raise Unproved("two values of a loop or branch are made of different pieces.")
+    return first.changed(parts=tuple(map(joined, first_parts, second_parts)), constant=False)
