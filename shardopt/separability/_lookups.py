@@ -111,7 +111,7 @@ def gather(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
 
 def _fill_breaks_ratio(site: EquationPair, operand: Relation) -> bool:
     """Return whether an index out of bounds gives a number that does not have the operand's ratio."""
-    if isinstance(operand, Same | Split) and operand.ratio == 1:
+    if is_unscaled(operand):
         return False
     fill_value = site.params.get("fill_value")
     has_fill_value = fill_value is not None and fill_value != 0

@@ -243,14 +243,11 @@ def _scan_over_rows(
     results: list[Relation] = []
     for i, (relation, var) in enumerate(zip(start, carry_vars, strict=True)):
         is_sum = is_zero(relation) and _adds_row_term(body, var, body.outvars[i], turn_dependent)
-        one_shape = len(set(site.result_shapes(i))) == 1
         total = checked(site, i, Total(Fraction(1), site.op))
-        results.append(total if is_sum and one_shape else unknown)
-    for i, out in enumerate(body.outvars[num_carry:]):
+        results.append(total if is_sum else unknown)
+    for out in body.outvars[num_carry:]:
         from_row = not isinstance(out, Literal) and out not in turn_dependent
-        shapes = site.result_shapes(num_carry + i)
-        one_shape = shapes[0][1:] == shapes[1][1:]
-        results.append(Split(0) if from_row and one_shape else unknown)
+        results.append(Split(0) if from_row else unknown)
     return list(map(as_drawn, results)) if any(map(is_drawn, [*consts, *scanned])) else results
 
 

@@ -56,7 +56,10 @@ ENTRY_BY_ENTRY: dict[str, Callable[..., Any]] = {
     "stop_gradient": lambda x: x,
     "name": lambda x: x,
     "convert_element_type": lambda x: x,
-    "select_n": lambda index, *cases: np.select([index == i for i in range(len(cases))], cases, 0),
+    # an index out of bounds takes the first or last case, as in XLA
+    "select_n": lambda index, *cases: np.select(
+        [index <= i for i in range(len(cases))], cases, cases[-1]
+    ),
     "clamp": lambda low, x, high: np.clip(x, low, high),
     "div": lambda x, y: np.floor_divide(x, y) if x.dtype.kind in "iu" else np.divide(x, y),
 }

@@ -88,10 +88,8 @@ def apply_rule(site: EquationPair, relations: Sequence[Relation]) -> list[Relati
 
 
 def _results(site: EquationPair, rule: Rule, relations: Sequence[Relation]) -> list[Relation]:
-    if not all(
-        name in rule.size_params | PLACEMENT_PARAMS or equal_params(*site.both_params(name))
-        for name in site.params
-    ):
+    params = fixed_params(site.whole_eqn)
+    if not all(equal_params(params[name], site.piece_eqn.params[name]) for name in params):
         return unknown_results(site, relations, "count")
     if any(isinstance(relation, Shifted) for relation in relations):
         return [_apply_to_parts(site, rule, relations)] * site.num_results
@@ -121,8 +119,12 @@ def _combines_by_name(eqn: JaxprEqn) -> bool:
     )
 
 
-WRAPPING = words("mul neg sub cumsum reduce_window_sum dot_general conv_general_dilated")
-"""Primitives whose results may wrap although a sum of rows does not."""
+WRAPPING = words(
+    "mul neg sub cumsum reduce_window_sum dot_general conv_general_dilated reduce_max reduce_min"
+)
+"""Primitives whose integers may wrap although a sum of rows does not. An extreme of no entries is
+the limit of the dtype.
+"""
 
 
 def checked(site: EquationPair, i: int, relation: Relation) -> Relation:
@@ -185,6 +187,13 @@ def _apply_to_parts(site: EquationPair, rule: Rule, relations: Sequence[Relation
     if len(parts) == 2 and isinstance(parts[0], Total):
         return unify(site, parts)
     return first_unknown(parts) or not_linear(site, shifted.total)
+
+
+def fixed_params(eqn: JaxprEqn) -> dict[str, Any]:
+    """Return the parameters that must be equal in both traces: all but sizes and placements."""
+    rule = TABLE.get(eqn.primitive.name)
+    sizes = rule.size_params if rule else {"jaxpr"}
+    return {name: eqn.params[name] for name in eqn.params.keys() - sizes - PLACEMENT_PARAMS}
 
 
 def equal_params(whole_param: Any, piece_param: Any) -> bool:

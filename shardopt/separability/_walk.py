@@ -37,10 +37,11 @@ from shardopt.separability._relations import (
     growth,
     is_drawn,
     is_exactly_same,
+    is_unscaled,
     sizes_of_dim,
 )
 from shardopt.separability._single_rows import batched_product, omitted_broadcast
-from shardopt.separability._table import apply_rule, checked
+from shardopt.separability._table import apply_rule, checked, equal_params, fixed_params
 from shardopt.trace._jaxprs import (
     COLLECTIVES,
     CUSTOM,
@@ -203,10 +204,12 @@ def _call(proof: ProofSettings, site: EquationPair, relations: list[Relation]) -
     if proof.positions and has_mark(site.whole_eqn, POSITIONS):
         grows = growth(site.result_shapes(), [0]) == site.num_pieces
         return [Split(0) if grows else site.unknown("position")]
-    if proof.positions and has_mark(site.whole_eqn, ATTENTION):
-        return [_attention(site, relations)]
-    if proof.positions and has_mark(site.whole_eqn, ROW_MAXIMUM):
-        return [_row_maximum(site, relations)]
+    for kind, rule in ((ATTENTION, _attention), (ROW_MAXIMUM, _row_maximum)):
+        if proof.positions and has_mark(site.whole_eqn, kind):
+            unknown = first_unknown(relations)
+            if unknown is None and not _calls_one_function(site):
+                unknown = site.unknown("count")
+            return [unknown or rule(site, resolve_numbers(site, relations))]
     try:
         return proof.relate(site, *site.both_params("jaxpr"), relations)
     except DifferentTracesError:
@@ -250,9 +253,7 @@ def _take_along_axis(site: EquationPair, relations: Sequence[Relation], axis: in
     unknown = first_unknown(operands)
     if unknown:
         return unknown
-    if axis in differing_dims(site.operand_shapes(0)) or not all(
-        isinstance(operand, Same | Split) and operand.ratio == 1 for operand in operands
-    ):
+    if axis in differing_dims(site.operand_shapes(0)) or not all(map(is_unscaled, operands)):
         return site.unknown("mixes")
     for i, relation in enumerate(operands):
         if isinstance(relation, Split):
@@ -264,15 +265,31 @@ def _take_along_axis(site: EquationPair, relations: Sequence[Relation], axis: in
     return unify(site, operands)
 
 
+def _calls_one_function(site: EquationPair) -> bool:
+    """Return whether the functions that both traces call differ in sizes only.
+
+    A scale or a window of attention is a number or a parameter in its function.
+    """
+    operations = [
+        [
+            (
+                eqn.primitive,
+                fixed_params(eqn),
+                [x.val for x in eqn.invars if isinstance(x, Literal)],
+            )
+            for eqn in equations(jaxpr)
+        ]
+        for jaxpr in site.both_params("jaxpr")
+    ]
+    return equal_params(*operations)
+
+
 def _row_maximum(site: EquationPair, relations: Sequence[Relation]) -> Relation:
     """Return the relation of the largest absolute numbers over positions.
 
     Devices along context take their maximum.
     """
-    unknown = first_unknown(relations)
-    if unknown:
-        return unknown
-    (operand,) = resolve_numbers(site, relations)
+    (operand,) = relations
     if is_drawn(operand):  # devices draw other numbers, and all would see their maximum
         return site.unknown("drawn")
     if isinstance(operand, Same | Split) and not differing_dims(site.result_shapes()):
@@ -287,20 +304,7 @@ def _attention(site: EquationPair, relations: Sequence[Relation]) -> Relation:
     attention combines the positions of all devices along context, so its result for a position is
     the same as on one device.
     """
-    unknown = first_unknown(relations)
-    if unknown:
-        return unknown
-    # its scale, window and softcap are numbers in the function
-    operations = [
-        [
-            (eqn.primitive, [atom.val for atom in eqn.invars if isinstance(atom, Literal)])
-            for eqn in equations(jaxpr)
-        ]
-        for jaxpr in site.both_params("jaxpr")
-    ]
-    if operations[0] != operations[1]:
-        return site.unknown("count")
-    for i, relation in enumerate(resolve_numbers(site, relations)):
+    for i, relation in enumerate(relations):
         positions = min(1, len(site.operand_shapes(i)[0]) - 1)
         if relation != Split(positions) and not (i > 2 and relation == Same()):
             return site.unknown("shape")

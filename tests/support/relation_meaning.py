@@ -43,6 +43,7 @@ from shardopt.separability._relations import (
     as_drawn,
     differing_dims,
     is_drawn,
+    sizes_of_dim,
 )
 from shardopt.separability._walk import relate_jaxprs
 from shardopt.trace._jaxprs import equations
@@ -639,12 +640,15 @@ def draw_shapes(
     """Return random shapes of a value in the whole trace and in the piece trace.
 
     Up to `most_uneven` dims have other sizes in the whole trace: n times the size in most cases.
+    A dim that is empty in a piece may have an entry in the whole trace.
     """
     piece = [int(rng.choice(sizes)) for _ in range(ndim)]
     whole_shape = list(piece)
     for dim in rng.permutation(ndim)[: rng.integers(0, most_uneven + 1)]:
         factor = num_pieces if rng.random() < 0.85 else int(rng.integers(2, 5))
         whole_shape[dim] = piece[dim] * factor
+        if not piece[dim] and rng.random() < 0.5:
+            whole_shape[dim] = 1
     return tuple(whole_shape), tuple(piece)
 
 
@@ -660,16 +664,22 @@ def draw_operands(
     kinds: Sequence[type] = KINDS,
 ) -> list[Operand]:
     """Return random operands of one shape and dtype: often rows of one place and values that all
-    pieces share, which most rules know.
+    pieces share, which most rules know. At times all are known numbers.
     """
-    mild = rng.random() < 0.6
-    relations = [
-        draw_relation(rng, shapes, dtype, num_pieces, (Same, Split) if mild else kinds)
-        for _ in range(count)
-    ]
+    mood = rng.random()
+    if mood < 0.55:
+        kinds = (Same, Split)
+    elif mood < 0.65 and Known in kinds:
+        kinds = (Known,)
+    elif mood < 0.75 and Total in kinds:
+        kinds = (Split, Total)
+    relations = [draw_relation(rng, shapes, dtype, num_pieces, kinds) for _ in range(count)]
+    first = relations[0]
     for i in range(1, count):
-        if rng.random() < 0.6:
-            relations[i] = relations[0]
+        if isinstance(first, Shifted) and rng.random() < 0.5:
+            relations[i] = [first.split, first.total, Same()][rng.integers(3)]
+        elif rng.random() < 0.6:
+            relations[i] = first
     return [Operand(relation, shapes, dtype) for relation in relations]
 
 
@@ -682,6 +692,9 @@ def draw_relation(
 ) -> Relation:
     """Return a random relation that a value of these shapes and this dtype can have."""
     dtype = np.dtype(dtype)
+    if any(0 in sizes_of_dim(shapes, dim) for dim in differing_dims(shapes)):
+        # only constants may be empty in one of the traces
+        return Known(*[any_numbers(rng, shape, dtype) for shape in shapes])
     row_dims = [
         dim
         for dim, (whole_size, piece) in enumerate(zip(*shapes, strict=True))

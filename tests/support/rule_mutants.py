@@ -18,6 +18,7 @@ import numpy as np
 
 from shardopt.separability import _table
 from shardopt.separability._relations import Extreme, Known, Relation, Same, Split, Total, Unrelated
+from shardopt.trace._jaxprs import equations
 from support import dependence, lattice
 from support import relation_meaning as meaning
 from support.piecewise import as_users_have_it
@@ -211,11 +212,16 @@ SETS = {
 }
 
 
-class _AllParams(frozenset):
-    """A set that has every name."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
+def _params_of(primitive: str) -> frozenset[str]:
+    """Return the names of the parameters of a primitive in its cases."""
+    with as_users_have_it():
+        return frozenset(
+            param
+            for draw in CASES.get(primitive, ())
+            for eqn in equations(meaning.traces(draw(np.random.default_rng(0)))[0])
+            if eqn.primitive.name == primitive
+            for param in eqn.params
+        )
 
 
 @functools.cache
@@ -237,7 +243,7 @@ def row_mutants() -> list[tuple[Mutant, Any, Any]]:
             accepts = rule._replace(accepts=(*rule.accepts, *refused_kinds))
             changes.append(("_table", f"{name} accepts more", name, accepts))
         changes.append(("_table", f"{name} draws", name, rule._replace(draws=not rule.draws)))
-        params = rule._replace(size_params=_AllParams())
+        params = rule._replace(size_params=_params_of(name))
         changes.append(("_table", f"{name} any params", name, params))
     return [
         (Mutant(f"{file}.py row: {change}", file, "", number), key, value)

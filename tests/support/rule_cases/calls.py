@@ -16,10 +16,12 @@ from shardopt.separability._relations import Extreme, Same, Shapes, Split, Total
 from shardopt.trace._marks import ATTENTION, POSITIONS, ROW_MAXIMUM, marked
 from support.relation_meaning import (
     AXIS,
+    KINDS,
     OTHER_AXIS,
     Operand,
     RuleCase,
     draw_operands,
+    draw_relation,
     draw_shapes,
 )
 
@@ -265,6 +267,19 @@ def solved_rows(rng: np.random.Generator) -> RuleCase:
 # --- functions with a mark, on pieces of sequences ------------------------------------------------
 
 
+OF_POSITIONS: list[Callable[[jax.Array, int], jax.Array]] = [
+    lambda x, count: x,
+    lambda x, count: x,
+    lambda x, count: x,
+    lambda x, count: x / count,
+    lambda x, count: lax.cumsum(x, 0, reverse=count % 2 == 0),
+    lambda x, count: lax.abs(x) if count % 2 else lax.neg(x),
+]
+"""What a marked function makes of numbers, in part by the number of positions of a device: by a
+literal, by a parameter, by another operation. A multiple of the numbers gives a multiple.
+"""
+
+
 def _marked_case(
     operands: list[Operand], function: Function, num_pieces: int, positions: bool = True
 ) -> RuleCase:
@@ -276,8 +291,13 @@ def row_maximum(rng: np.random.Generator) -> RuleCase:
     """Return a case of the largest number over positions: of all, or in a scan over positions."""
     num_pieces = int(rng.choice([2, 3]))
     shapes = draw_shapes(rng, num_pieces, 2, most_uneven=1)
-    operands = draw_operands(rng, shapes, np.float64, num_pieces, 1)
-    largest = marked(ROW_MAXIMUM, lambda x: lax.pmax(jnp.max(jnp.abs(x), 0), AXIS))
+    kinds = (Same, Split, Split, *KINDS)
+    operands = [Operand(draw_relation(rng, shapes, np.float64, num_pieces, kinds), shapes)]
+    of_positions = OF_POSITIONS[rng.integers(len(OF_POSITIONS))]
+    largest = marked(
+        ROW_MAXIMUM,
+        lambda x: of_positions(lax.pmax(jnp.max(jnp.abs(x), 0), AXIS), x.shape[0]),
+    )
 
     def in_turns(x: jax.Array) -> Any:
         def turn(total: jax.Array, row: jax.Array) -> Any:
@@ -286,7 +306,7 @@ def row_maximum(rng: np.random.Generator) -> RuleCase:
 
         return lax.scan(turn, jnp.zeros(x.shape[1:]), x)
 
-    return _marked_case(operands, [largest, in_turns][rng.integers(2)], num_pieces)
+    return _marked_case(operands, in_turns if rng.random() < 0.2 else largest, num_pieces)
 
 
 def attention(rng: np.random.Generator) -> RuleCase:
@@ -300,13 +320,22 @@ def attention(rng: np.random.Generator) -> RuleCase:
     ratio = Fraction(2) if rng.random() < 0.2 else Fraction(1)
     relations[0] = Split(1, ratio=ratio, drawn=bool(rng.random() < 0.2))
 
-    scale = [lambda T: 0.5, lambda T: 0.5, lambda T: 1 / T][rng.integers(3)]
+    of_positions = OF_POSITIONS[rng.integers(len(OF_POSITIONS))]
+
+    def gathered(x: jax.Array) -> jax.Array:
+        """Return the positions of all devices, by operations without a size among parameters."""
+        shape = (lax.axis_size(AXIS), *x.shape)
+        is_own = lax.broadcasted_iota(np.int32, shape, 0) == lax.axis_index(AXIS)
+        of_devices = lax.psum(jnp.where(is_own, lax.broadcast_in_dim(x, shape, (1, 2, 3)), 0), AXIS)
+        return lax.reshape(
+            of_devices.transpose(1, 0, 2, 3), (x.shape[0], shape[0] * x.shape[1], x.shape[2])
+        )
 
     def run(*heads: jax.Array) -> jax.Array:
         query, key, value = heads
-        key, value = (lax.all_gather(x, AXIS, axis=1, tiled=True) for x in (key, value))
-        weights = jax.nn.softmax(scale(query.shape[1]) * jnp.einsum("btd,bsd->bts", query, key))
-        return jnp.einsum("bts,bsd->btd", weights, value)
+        scores = jnp.einsum("btd,bsd->bts", query, gathered(key))
+        weights = jax.nn.softmax(of_positions(scores, query.shape[1]))
+        return jnp.einsum("bts,bsd->btd", weights, gathered(value))
 
     operands = [Operand(relation, sizes) for relation in relations]
     return _marked_case(operands, marked(ATTENTION, run), num_pieces)

@@ -51,11 +51,14 @@ def selected(rng: np.random.Generator) -> RuleCase:
     shapes = case.operands[0].shapes
     index_dtype = np.dtype(bool if num_cases == 2 else np.int32)
     relation = draw_relation(rng, shapes, index_dtype, case.num_pieces)
+    if rng.random() < 0.5:
+        relation = draw_relation(rng, shapes, index_dtype, case.num_pieces, (Same,))
     index = Operand(
         relation,
         shapes,
         index_dtype,
-        lambda rng, shape, dtype: rng.integers(0, 2, shape).astype(dtype),
+        # 2 and 3 are out of bounds, but not after a division by a ratio
+        lambda rng, shape, dtype: rng.integers(0, 2 * num_cases - 2, shape).astype(dtype),
     )
     return RuleCase([index, *case.operands[1:]], case.functions, case.num_pieces)
 

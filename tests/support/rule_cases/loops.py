@@ -38,6 +38,16 @@ TURNS: list[Callable[..., tuple[Any, Any]]] = [
     lambda k, c, x: (k - c, x),
 ]
 """What a turn makes of a constant, the carry and the scanned value: (carry, result)."""
+ADDING: list[Callable[..., tuple[Any, Any]]] = [
+    lambda k, c, x: (c + x, x),
+    lambda k, c, x: (c - x * k, jnp.sin(x)),
+    lambda k, c, x: (jnp.sin(x) + c, k),
+    lambda k, c, x: (x - c, x),
+    lambda k, c, x: (c.astype(jnp.int8).astype(c.dtype) + x, x),
+    lambda k, c, x: (jnp.reshape(c, c.shape) + x, x),
+    lambda k, c, x: (c.at[..., :1].add(x[..., :1]) if c.ndim else c + x, x),
+]
+"""Turns that add to the carry, in part something else than a term of their row."""
 
 
 def scan(rng: np.random.Generator) -> RuleCase:
@@ -61,7 +71,8 @@ def scan(rng: np.random.Generator) -> RuleCase:
 def scan_over_rows(rng: np.random.Generator) -> RuleCase:
     """Return a case of a scan that has about n times as many turns in the whole."""
     num_pieces = int(rng.choice([2, 3]))
-    turn = TURNS[rng.integers(len(TURNS))]
+    turns = ADDING if rng.random() < 0.6 else TURNS
+    turn = turns[rng.integers(len(turns))]
     shape = tuple(int(rng.integers(1, 4)) for _ in range(rng.integers(0, 2)))
     # equal entries may be as many as rows
     whole_shape = tuple(size * num_pieces for size in shape) if rng.random() < 0.2 else shape
@@ -72,9 +83,13 @@ def scan_over_rows(rng: np.random.Generator) -> RuleCase:
     whole_length = length * num_pieces + int(rng.choice([0, 0, 0, 1, -1, 2]))
     shapes = (whole_length, *whole_shape), (length, *shape)
     relation = Split(0) if rng.random() < 0.5 else Same(drawn=bool(rng.random() < 0.3))
+    if rng.random() < 0.3:
+        relation = draw_relation(rng, shapes, np.float64, num_pieces, (Split, Total))
     if whole_length != length * num_pieces:
         relation = Same()
-    return _scan(rng, turn, [const, _start(rng, start), Operand(relation, shapes)], num_pieces)
+    divisors = (whole_length, length) if rng.random() < 0.15 else (1, 1)
+    operands = [const, _start(rng, start), Operand(relation, shapes)]
+    return _scan(rng, turn, operands, num_pieces, divisors)
 
 
 def _start(rng: np.random.Generator, start: Operand) -> Operand:
@@ -83,16 +98,26 @@ def _start(rng: np.random.Generator, start: Operand) -> Operand:
 
 
 def _scan(
-    rng: np.random.Generator, turn: Callable[..., Any], operands: list[Operand], num_pieces: int
+    rng: np.random.Generator,
+    turn: Callable[..., Any],
+    operands: list[Operand],
+    num_pieces: int,
+    divisors: tuple[int, int] = (1, 1),
 ) -> RuleCase:
+    """Return a case of a scan whose turns divide the scanned value, in the whole and in a piece."""
     reverse = bool(rng.random() < 0.3)
     called = [lambda f: f, jax.jit, jax.checkpoint][rng.integers(3)]
     turn = called(turn)
 
-    def run(const: jax.Array, start: jax.Array, scanned: jax.Array) -> Any:
-        return lax.scan(lambda c, x: turn(const, c, x), start, scanned, reverse=reverse)
+    def function(divisor: int) -> Callable[..., Any]:
+        def run(const: jax.Array, start: jax.Array, scanned: jax.Array) -> Any:
+            return lax.scan(
+                lambda c, x: turn(const, c, x / divisor), start, scanned, reverse=reverse
+            )
 
-    return RuleCase(operands, (run, run), num_pieces)
+        return run
+
+    return RuleCase(operands, (function(divisors[0]), function(divisors[1])), num_pieces)
 
 
 def counted_turns(rng: np.random.Generator) -> RuleCase:
@@ -188,6 +213,8 @@ def cond(rng: np.random.Generator) -> RuleCase:
     ]
     kinds = (Same, Same, Known, Total)
     index_relation = draw_relation(rng, ((), ()), np.int32, num_pieces, kinds)
+    if rng.random() < 0.2:
+        index_relation = Same(drawn=True)
     index = Operand(index_relation, ((), ()), np.int32, indices_below(3))
 
     def run(index: jax.Array, x: jax.Array, y: jax.Array) -> Any:

@@ -24,10 +24,15 @@ def moved(
     sizes: Sequence[int] = (1, 2, 3, 4),
     least_ndim: int = 1,
 ) -> RuleCase:
-    """Return a case of functions of one operand, which `params` draws for the whole and a piece."""
+    """Return a case of functions of one operand, which `params` draws for the whole and a piece.
+
+    At times it draws them apart.
+    """
     num_pieces = draw_pieces(rng)
     shapes = draw_shapes(rng, num_pieces, int(rng.integers(least_ndim, 4)), sizes=sizes)
     whole_function, piece = params(rng, shapes, num_pieces)
+    if rng.random() < 0.1:
+        piece = params(rng, shapes, num_pieces)[1]
     operands = draw_operands(rng, shapes, jnp.dtype(rng.choice(DTYPES)), num_pieces, 1)
     return RuleCase(operands, (whole_function, piece), num_pieces)
 
@@ -118,7 +123,7 @@ def _sliced(rng: np.random.Generator, shapes: Shapes, num_pieces: int) -> list[C
             lax.slice,
             start_indices=[b[0] for b in bound],
             limit_indices=[b[1] for b in bound],
-            strides=[b[2] for b in bound],
+            strides=[b[2] for b in bound] if any(b[2] > 1 for b in bound) else None,
         )
         for bound in bounds
     ]
@@ -159,6 +164,8 @@ def joined(rng: np.random.Generator) -> RuleCase:
     dim = int(rng.integers(len(shapes[0])))
     dtype = jnp.dtype(rng.choice(DTYPES))
     operands = draw_operands(rng, shapes, dtype, num_pieces, int(rng.integers(2, 4)))
+    if isinstance(operands[0].relation, Split) and rng.random() < 0.5:
+        dim = operands[0].relation.dim
     factor = shapes[0][dim] // shapes[1][dim]
     for i in range(1, len(operands)):
         length = int(rng.integers(1, 5))

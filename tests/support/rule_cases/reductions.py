@@ -36,14 +36,20 @@ def of_operand(
     sizes: Sequence[int] = (1, 2, 3, 4),
     operands: int = 1,
 ) -> RuleCase:
-    """Return a case of `function(dims, *operands)`, where dims are random dims of the operands."""
+    """Return a case of `function(dims, *operands)`, where dims are random dims of the operands.
+
+    At times a piece has other dims than the whole.
+    """
     num_pieces = draw_pieces(rng)
     shapes = draw_shapes(rng, num_pieces, int(rng.integers(least_ndim, 4)), sizes=sizes)
     ndim = len(shapes[0])
     dims = tuple(sorted(map(int, rng.permutation(ndim)[: rng.integers(1, ndim + 1)])))
     drawn = draw_operands(rng, shapes, jnp.dtype(rng.choice(dtypes)), num_pieces, operands)
-    bound = functools.partial(function, dims)
-    return RuleCase(drawn, (bound, bound), num_pieces)
+    piece_dims = dims
+    if rng.random() < 0.2:
+        piece_dims = tuple(sorted(map(int, rng.permutation(ndim)[: len(dims)])))
+    functions = functools.partial(function, dims), functools.partial(function, piece_dims)
+    return RuleCase(drawn, functions, num_pieces)
 
 
 def natural_operand(

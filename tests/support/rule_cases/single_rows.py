@@ -26,6 +26,11 @@ def _of_all_rows(x: jax.Array, y: jax.Array) -> jax.Array:
     return lax.dot_general(x, y, (((2,), (1,)), ((0,), (0,))))
 
 
+def _of_all_pairs(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return the product of each row with each row: no dim is a batch dim."""
+    return lax.dot_general(x, y, (((2,), (1,)), ((), ())))
+
+
 def _of_row(
     x: jax.Array, y: jax.Array, contracted: Contracted = ((1,), (0,)), **options: Any
 ) -> jax.Array:
@@ -64,6 +69,8 @@ def product_of_one_row(rng: np.random.Generator) -> RuleCase:
     functions = _of_all_rows, OF_ONE_ROW[rng.integers(len(OF_ONE_ROW))]
     if rng.random() < 0.2:
         functions = jnp.matmul, jnp.matmul
+    if rng.random() < 0.1:
+        functions = _of_all_pairs, functions[1]
     sizes: Shapes = (num_pieces, SIZE, SIZE), (1, SIZE, SIZE)
     operands = [Operand(_relation(rng, 0), sizes) for _ in range(2)]
     return RuleCase(operands, functions, num_pieces)
@@ -100,12 +107,13 @@ def looked_up_in_rows(rng: np.random.Generator) -> RuleCase:
     num_pieces = int(rng.choice([2, 3]))
     rows = int(rng.choice([1, 1, 2]))
     dim = int(rng.integers(2))
-    sizes: Shapes = (num_pieces * rows, 3), (rows, 3)
+    entries = 3 * int(rng.choice([1, 1, num_pieces]))
+    sizes: Shapes = (num_pieces * rows, entries), (rows, 3)
     widths = (sizes[0][0], 1), (rows, 1)
     if rng.random() < 0.2:
         widths = (1, 1), (1, 1)
     relation = Split(0) if widths[0][0] != widths[1][0] and rng.random() < 0.8 else Same()
-    labels = Operand(relation, widths, np.int32, indices_below(3))
+    labels = Operand(relation, widths, np.int32, indices_below(int(rng.choice([3, 6]))))
     mode = str(rng.choice(["fill", "clip"]))
     others: list[Callable[[Any, Any], Any]] = [
         lambda x, i: jnp.take_along_axis(x, i, 1 - dim, mode=mode),
@@ -116,8 +124,8 @@ def looked_up_in_rows(rng: np.random.Generator) -> RuleCase:
         return jnp.take_along_axis(x, i, dim, mode=mode)
 
     piece = run if rng.random() < 0.8 else others[rng.integers(2)]
-    entries = Operand(_relation(rng, 0), sizes)
-    return RuleCase([entries, labels], (run, piece), num_pieces)
+    rows_of_entries = Operand(_relation(rng, 0), sizes)
+    return RuleCase([rows_of_entries, labels], (run, piece), num_pieces)
 
 
 CASES = {
