@@ -86,7 +86,7 @@ ROWWISE = {
     ],
     "integers": [
         "{r1} * (label.astype(jnp.int8) * jnp.int8(100))", "{r1} * (label * label - 3)", "{r1} * (label.astype(jnp.uint8) - jnp.uint8(1))", "{r1} * jnp.sum(jax.nn.one_hot(label, 3, dtype=jnp.int8) * jnp.int8(90), -1)",
-        "{r1} * (label << 2)", "{r1} * (-label.astype(jnp.uint32))", "{r1} * (label // 2)",
+        "{r1} * (label << 2)", "{r1} * (-label.astype(jnp.uint32) % 1000)", "{r1} * (label // 2)",
     ],
     "draws": [
         "{r} * jax.random.uniform(jax.random.key(1))", "jax.vmap(lambda a, k: a * jax.random.uniform(jax.random.fold_in(jax.random.key(1), k)))({r}, label)", "{r2} * jax.random.bernoulli(jax.random.key(2), 0.5, ({F},))",
