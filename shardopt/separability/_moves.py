@@ -375,7 +375,7 @@ def split(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
             for i in range(site.num_results)
         ]
     if part_sizes[0] != part_sizes[1] and dim not in differing_dims(site.operand_shapes()):
-        return [site.unknown("position")] * site.num_results
+        return unknown_results(site, relations, "position")
     return [relation] * site.num_results
 
 
@@ -386,7 +386,7 @@ def unstack(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]
     relation = relations[0]
     dim = site.params["axis"]
     if dim in differing_dims(site.operand_shapes()):
-        return [site.unknown("mixes")] * site.num_results
+        return unknown_results(site, relations)
     if isinstance(relation, Split):
         relation = relation.moved_to(dim_after_removal(relation.dim, [dim]))
     return [relation] * site.num_results

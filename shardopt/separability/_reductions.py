@@ -4,7 +4,7 @@ products, convolutions.
 
 from collections.abc import Callable, Sequence
 
-from shardopt.separability._elementwise import join, not_linear
+from shardopt.separability._elementwise import join, not_linear, unknown_results
 from shardopt.separability._relations import (
     EquationPair,
     Extreme,
@@ -133,7 +133,7 @@ def _row_by_row(
         if isinstance(relation, Total):
             return [not_linear(site, relation)] * site.num_results
     if not all(map(is_unscaled, relations)):
-        return [site.unknown("count")] * site.num_results
+        return unknown_results(site, relations, "count")
     joined = join(site, relations)
     if isinstance(joined, Split):
         joined = joined.moved_to(dim_after_removal(joined.dim, removed_dims))
@@ -152,7 +152,7 @@ def window(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
         return all(size == 1 for size in sizes) and tuple(params["padding"][dim]) == (0, 0)
 
     if not all(map(has_own_windows, site.differing_operand_dims)):
-        return [site.unknown("mixes")] * site.num_results
+        return unknown_results(site, relations)
     if site.name == "reduce_window_sum" and isinstance(relations[0], Same | Split | Total):
         return [relations[0]]
     return _row_by_row(site, relations)
