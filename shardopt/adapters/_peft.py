@@ -20,7 +20,7 @@ from shardopt.models._pretrained import Pretrained
 from shardopt.nn._low_rank import FACTORS
 
 Factors = dict[str, np.ndarray]
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 _ALLOWED = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -71,7 +71,7 @@ class PeftModule(NamedTuple):
     @property
     def names(self) -> tuple[str, str]:
         """The names of A and B in a file."""
-        return f"{_PREFIX}{self.name}.lora_A.weight", f"{_PREFIX}{self.name}.lora_B.weight"
+        return f"{PREFIX}{self.name}.lora_A.weight", f"{PREFIX}{self.name}.lora_B.weight"
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of A and B in a file. There the module has this rank."""

@@ -1,6 +1,7 @@
 """Parse the command line and run a command; `shardopt launch` runs several processes of one job."""
 
 import dataclasses
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +12,17 @@ import tyro
 
 from shardopt.checkpoint._run_folder import committed
 from shardopt.cli._conditions import saved_defaults
-from shardopt.cli._options import Options, RunOptions, TrainOptions, TuneOptions, brief
+from shardopt.cli._options import (
+    ExportOptions,
+    GenerateOptions,
+    MergeOptions,
+    Options,
+    RunOptions,
+    TrainOptions,
+    TuneOptions,
+    brief,
+    check_words,
+)
 from shardopt.cli._plan import AuditOptions, PlanOptions, audit, plan
 from shardopt.cli._run_folder import CHECKPOINTS, read_options
 from shardopt.cli._verify import VerifyOptions, verify
@@ -95,9 +106,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     wait for the others, and they for it.
     """
     words, command = split_words(sys.argv[1:] if arguments is None else arguments)
-    options = parse(words)
-    chosen = _COMMANDS[type(options)]
     try:
+        options = parse(words)
+        chosen = _COMMANDS[type(options)]
         with calling(chosen.name):
             if isinstance(options, LaunchOptions):
                 return launch(options, command)
@@ -108,7 +119,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (ValueError, TypeError, OSError, ArithmeticError, ModuleNotFoundError) as error:
-        if isinstance(options, RunOptions) and options.run.debug:
+        if "--debug" in words:
             raise
         _print_error(error)
         end_at_once(2)
@@ -148,25 +159,26 @@ def parse(words: Sequence[str], defaults: RunOptions | None = None) -> Any:
         default = defaults if options_type is type(defaults) else command_type()
         command = tyro.conf.subcommand(known.name, default=default, prefix_name=False)
         commands.append(Annotated[command_type, command])
-    return tyro.cli(
+    options, unknown_words = tyro.cli(
         cast(Any, Union[tuple(commands)]),  # noqa: UP007
         prog="shardopt",
         description="Train models sharded over devices.",
         args=words,
         config=(tyro.conf.HelptextFromCommentsOff, tyro.conf.OmitArgPrefixes),
+        return_unknown_args=True,
     )
+    with calling(words[0]):
+        check_words(options, unknown_words)
+    return options
 
 
-def _train(options: TrainOptions) -> int:
-    from shardopt.cli._train import train  # imported late, so that --help is fast
+def _late(name: str) -> Callable[[Any], int | None]:
+    """Return the function of a command, which is imported when it runs, so that --help is fast."""
 
-    return train(options)
+    def run_command(options: Any) -> int | None:
+        return getattr(importlib.import_module(f"shardopt.cli._{name}"), name)(options)
 
-
-def _tune(options: TuneOptions) -> int:
-    from shardopt.cli._tune import tune  # imported late, so that --help is fast
-
-    return tune(options)
+    return run_command
 
 
 def _resumed(words: Sequence[str], options: Options) -> Options:
@@ -242,8 +254,11 @@ def _devices_of_run(options: RunOptions) -> int:
 
 
 _COMMANDS: dict[type, Command] = {
-    TrainOptions: Command("train", _train, _devices_of_run),
-    TuneOptions: Command("tune", _tune, _devices_of_run),
+    TrainOptions: Command("train", _late("train"), _devices_of_run),
+    TuneOptions: Command("tune", _late("tune"), _devices_of_run),
+    MergeOptions: Command("merge", _late("merge")),
+    ExportOptions: Command("export", _late("export")),
+    GenerateOptions: Command("generate", _late("generate")),
     LaunchOptions: Command("launch", lambda options: launch(options, [])),
     VaultOptions: Command("vault", keep),
     PlanOptions: Command("plan", plan),
@@ -295,4 +310,27 @@ def _print_error(error: BaseException) -> None:
 
     console = Console(stderr=True)
     console.print("[bold red]error:[/] ", end="")
-    console.print(str(error) or type(error).__name__, markup=False, highlight=False, soft_wrap=True)
+    text = str(error) or type(error).__name__
+    for remedy, remedy_of_command in _REMEDIES:
+        text = text.replace(remedy, remedy_of_command)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+_REMEDIES = (
+    ("JAX_NUM_CPU_DEVICES=", "--devices "),
+    ("lora: targets has", "tune: --lora-targets has"),
+    (
+        "weights with targets, leave vectors out, and describe other weights with matrices=.",
+        "weights with --lora-targets, and leave vectors out.",
+    ),
+    ("out of targets, or save without model=, in shardopt's own form.", "out of --lora-targets."),
+    (
+        "load the frozen parameters that they were trained on.",
+        "name their model with --model, and its form in training with --base.",
+    ),
+    (
+        "pass family=... if the mathematics of the model is that of a known family.",
+        "take a model of a family that docs/howto/open_weights.md lists.",
+    ),
+)
+"""Remedies of functions of Python, and those of the command line in their place."""

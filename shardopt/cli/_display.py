@@ -28,13 +28,20 @@ def show_run(
     screen: Console,
     options: TrainOptions,
     opt: so.ShardedOptimizer,
-    model_size: str,
     windows: Windows,
     held_out: Windows,
 ) -> None:
     """Show the options of the run before it starts."""
     text = (
         "Python's standard library" if options.training.data is None else str(options.training.data)
+    )
+    model = options.model
+    num_parameters = sum(
+        math.prod(leaf.shape) for leaf in jax.tree.leaves(opt.abstract_state().params)
+    )
+    model_size = (
+        f"{num_parameters / 1e6:.2f} million parameters: {plural(model.layers or 0, 'block')} of"
+        f" width {model.dim}, {plural(model.heads, 'head')}"
     )
     rows = [
         ("model", model_size),
@@ -184,16 +191,18 @@ def size(count: int) -> str:
 
 
 def indented(text: str) -> str:
-    r"""Return the text with indented lines.
-
-    A dot replaces characters that would disturb a terminal.
+    r"""Return the printable text with indented lines.
 
     Example:
       >>> indented("def f():\n    pass\x1b")
       'def f():\n      pass·'
     """
-    printable = "".join(char if char.isprintable() or char in "\n\t" else "·" for char in text)
-    return printable.replace("\n", "\n  ")
+    return printable(text).replace("\n", "\n  ")
+
+
+def printable(text: str) -> str:
+    """Return the text with a dot for each character that would disturb a terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else "·" for char in text)
 
 
 def _cores() -> int:

@@ -5,8 +5,9 @@ option, with its type, check, default and meaning.
 """
 
 import dataclasses
+import difflib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast, get_args, get_type_hints
 
@@ -14,7 +15,7 @@ import tyro
 
 from shardopt.config._config import PlacementName
 from shardopt.config._options import OPTIONS
-from shardopt.core import check_count, check_number, plural
+from shardopt.core import check_count, check_number, plural, value_error
 
 T = TypeVar("T")
 
@@ -37,6 +38,7 @@ ScheduleName = Literal[
     "dual_pipe_v",
 ]
 DtypeName = Literal["bfloat16", "float16", "float32"]
+Base = Literal["float", "int8", "nf4"]
 
 
 def choices(names: Any, help: str | None = None) -> Any:
@@ -144,17 +146,17 @@ class ModelOptions:
     FIXED: ClassVar = ("dim", "layers", "heads")
     """The options that determine the shapes of the parameters."""
 
-    dim: int = 192
+    dim: Count = 192
     """Width of the residual stream."""
 
     layers: OptionalCount = None
     """Number of blocks. By default 2, or with a pipeline one per stage and chunk if that is more.
     """
 
-    heads: int = 4
+    heads: Count = 4
     """Attention heads; the tensor axis shards them."""
 
-    length: int = 128
+    length: Count = 128
     """Bytes of context."""
 
     precision: More[
@@ -288,10 +290,10 @@ class TunedModelOptions:
     lora_rank: OptionalCount = None
     """Train adapters of this rank on frozen weights (LoRA). By default all weights are trained."""
 
-    lora_alpha: More[Annotated[float | None, _FLOAT]] = None
+    lora_alpha: More[OptionalPositive] = None
     """The factor of an adapter is alpha / rank. By default alpha is twice the rank."""
 
-    lora_dropout: More[float] = 0.0
+    lora_dropout: More[Annotated[float, Check(check_number, below=1)]] = 0.0
     """The share of an adapter's inputs that is dropped in training."""
 
     lora_targets: More[Annotated[str | None, tyro.conf.arg(metavar="REGEX")]] = None
@@ -299,7 +301,7 @@ class TunedModelOptions:
     peft has a form for.
     """
 
-    base: Literal["float", "int8", "nf4"] = "float"
+    base: Base = "float"
     """How weights with adapters are stored: as they are, or in 8 or 4 bits."""
 
     dtype: More[Annotated[DtypeName | None, choices(DtypeName)]] = None
@@ -365,6 +367,76 @@ class TuneOptions(PlacedOptions):
     run: FolderOptions = FolderOptions(run_dir=Path("runs/tune"))
 
 
+@dataclasses.dataclass(frozen=True)
+class MergeOptions:
+    """Add LoRA adapters to the weights of their model: shardopt merge ADAPTERS OUTPUT.
+
+    The adapters are a folder that tune --lora-rank or peft wrote.
+    """
+
+    adapters: tyro.conf.Positional[Path] = tyro.MISSING
+    """The folder of adapters, such as runs/tune/adapters."""
+
+    output: tyro.conf.Positional[Path] = tyro.MISSING
+    """A new folder, for transformers."""
+
+    model: OptionalPath = None
+    """The folder of the model. By default the folder that the adapters name."""
+
+    base: Base = "float"
+    """How weights with adapters were stored when the adapters were trained: --base of tune."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportOptions:
+    """Write a checkpoint of a run as a folder for transformers: shardopt export RUN OUTPUT.
+
+    A run of train is written as a Llama on bytes. A run of tune with adapters is written as
+    adapters, for peft and for merge.
+    """
+
+    run_dir: tyro.conf.Positional[Path] = tyro.MISSING
+    """The folder of the run."""
+
+    output: tyro.conf.Positional[Path] = tyro.MISSING
+    """A new folder."""
+
+    step: OptionalCount = None
+    """The step of the checkpoint. By default the newest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateOptions:
+    """Continue a text: shardopt generate FOLDER 'Once upon a time'.
+
+    The weights are those of a run of train or tune, or of a folder of Hugging Face.
+    """
+
+    weights: tyro.conf.Positional[Path] = tyro.MISSING
+    """The folder of a run, or a folder with config.json and safetensors."""
+
+    prompt: tyro.conf.Positional[str] = tyro.MISSING
+    """The text. Runs of train read it as bytes, other models with tokenizer.json."""
+
+    ids: bool = False
+    """The prompt and the result are token ids, such as 1,2,3."""
+
+    num_tokens: Count = 200
+    """How many tokens to add."""
+
+    temperature: NotNegative = 0.8
+    """The divisor of the logits; 0 takes the likeliest token."""
+
+    top_k: OptionalCount = None
+    """Draw only from this many likeliest tokens. By default from all."""
+
+    seed: Seed = 0
+    """Seed of the draws."""
+
+    step: OptionalCount = None
+    """The step of the run's checkpoint. By default the newest."""
+
+
 RunOptions = TrainOptions | TuneOptions
 Options = TypeVar("Options", bound="TrainOptions | TuneOptions")
 
@@ -392,14 +464,13 @@ def brief(options_type: type) -> type:
     return dataclasses.dataclass(frozen=True)(type(options_type.__name__, (options_type,), names))
 
 
-def check_numbers(options: RunOptions) -> None:
-    """Refuse numbers that are out of the range of their option."""
-    for group in vars(options).values():
-        for name, hint in get_type_hints(type(group), include_extras=True).items():
-            value = getattr(group, name)
-            for check in getattr(hint, "__metadata__", ()):
-                if value is not None and isinstance(check, Check):
-                    check(flag(name), value)
+def check_numbers(group: Any) -> None:
+    """Refuse numbers of a group of options that are out of the range of their option."""
+    for name, hint in get_type_hints(type(group), include_extras=True).items():
+        value = getattr(group, name)
+        for check in getattr(hint, "__metadata__", ()):
+            if value is not None and isinstance(check, Check):
+                check(flag(name), value)
 
 
 def to_json(options: RunOptions) -> dict[str, dict[str, object]]:
@@ -451,3 +522,61 @@ def changed_flags(options: RunOptions, names: Iterable[str]) -> list[str]:
                 text = flag(f"no_{name}" if value is False else name)
                 flags.append(text if isinstance(value, bool) else f"{text} {value}")
     return flags
+
+
+_OTHER_NAMES = {
+    "learning_rate": "eta step-size",
+    "batch_size": "bs global-batch-size train-batch-size per-device-train-batch-size",
+    "steps": "max-steps num-steps iterations iters max-iters num-iterations train-steps",
+    "epochs": "num-train-epochs num-epochs",
+    "dim": "width hidden-size d-model n-embd embedding-dim model-dim",
+    "layers": "depth n-layer num-layers num-hidden-layers num-blocks",
+    "heads": "n-head num-heads num-attention-heads",
+    "length": "sequence-length seq-len context-length context block-size max-length max-seq-length",
+    "run_dir": "output output-dir out-dir save-dir logdir folder",
+    "micro_batches": "gradient-accumulation-steps grad-accum accumulate-grad-batches",
+    "clip": "max-grad-norm gradient-clipping grad-clip clip-norm",
+    "devices": "gpus num-gpus num-devices n-devices nproc-per-node",
+    "gather_dtype": "dtype bf16 fp16 mixed-precision",
+    "mesh": "dp tp pp fsdp tensor-parallel data-parallel pipeline-parallel",
+    "strategy": "zero zero-stage sharding ddp parallelism",
+    "resume": "continue restart resume-from-checkpoint load",
+    "data": "dataset text file corpus train-file input",
+    "remat": "gradient-checkpointing activation-checkpointing recompute",
+    "checkpoint_every": "save-every save-steps save-interval ckpt-every",
+    "evaluate_every": "eval-every eval-steps eval-interval validate-every",
+    "optimizer": "optim weight-decay wd momentum beta1 beta2",
+    "lora_rank": "rank r lora-r",
+    "lora_targets": "target-modules",
+    "base": "quantize load-in-4bit load-in-8bit qlora bits",
+    "model": "model-name-or-path pretrained base-model",
+    "num_tokens": "max-new-tokens max-tokens",
+    "debug": "traceback verbose",
+    "processes": "nproc np num-processes workers",
+    "hardware": "chip gpu accelerator",
+    "chips": "num-chips num-gpus",
+    "minutes": "time timeout",
+}
+"""Names that other programs have for an option."""
+
+
+def check_words(options: Any, unknown_words: Sequence[str]) -> None:
+    """Refuse words that are no options, with the options that have a similar name or meaning."""
+    if not unknown_words:
+        return
+    names = set()
+    for name, value in vars(options).items():
+        names |= set(vars(value)) if dataclasses.is_dataclass(value) else {name}
+    option_of = {name.replace("_", "-"): name for name in names}
+    for name in names & _OTHER_NAMES.keys():
+        option_of |= dict.fromkeys(_OTHER_NAMES[name].split(), name)
+    wrong_flags = [word for word in unknown_words if word.startswith("-")]
+    problems = []
+    for word in wrong_flags or unknown_words:
+        similar = difflib.get_close_matches(
+            word.partition("=")[0].strip("-"), option_of, n=3, cutoff=0.7
+        )
+        flags = dict.fromkeys(flag(option_of[name]) for name in similar)
+        problems.append(f"{word}: did you mean {' or '.join(flags)}?" if flags else word)
+    problem = f"{plural(len(problems), 'word')} cannot be read."
+    raise value_error(problem, problems, "--help-all lists the options.")

@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 
 import shardopt as so
 from shardopt.cli._optimizer import find_optimizer
-from shardopt.cli._options import OptionalCount
+from shardopt.cli._options import Count, OptionalCount, check_numbers
 from shardopt.cli._strategy import named_strategy, parse_mesh
-from shardopt.core import calling, check_count, value_error
+from shardopt.core import calling, value_error
 from shardopt.pipeline._kinds import KINDS
 from shardopt.planning._aot import AotReport
 from shardopt.planning._layout import ParallelLayout
@@ -51,17 +51,16 @@ class PlanOptions:
     optimizer: str = "adamw"
     """Any optax optimizer with a learning rate, for the bytes of its state."""
 
-    top: int = 10
+    top: Count = 10
     """How many layouts to list."""
 
 
 @calling("plan")
 def plan(options: PlanOptions) -> None:
     """Print the ranked layouts."""
-    check_count("--top", options.top)
+    check_numbers(options)
     shape = find_model(options.model)
     if options.length is not None:
-        check_count("--length", options.length)
         shape = dataclasses.replace(shape, length=options.length)
     factory, arguments = find_optimizer(options.optimizer)
     plans = so.plan(
@@ -138,10 +137,10 @@ class AuditOptions:
     strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = "fsdp"
     """Strategy, which decides what is sharded over data."""
 
-    rows: int = 1
+    rows: Count = 1
     """Sequences per device of the data axes."""
 
-    length: int = 1024
+    length: Count = 1024
     """Tokens of a sequence."""
 
     prove: bool = False
@@ -198,8 +197,7 @@ def compile_model(options: AuditOptions) -> AotReport:
     from shardopt.planning._models import RULES
 
     assert options.topology is not None
-    check_count("--rows", options.rows)
-    check_count("--length", options.length)
+    check_numbers(options)
     shape = dataclasses.replace(find_model(options.model), length=options.length)
     sizes = {"tensor": 1, "replica": 1} | mesh_sizes(options.mesh)
     _, dims = parse_topology(options.topology)

@@ -6,6 +6,7 @@ Options that cannot be combined are refused.
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,7 +43,14 @@ def mesh_of(sizes: str, devices: Devices, *, pipelined: bool = False) -> Mesh:
         num_remaining = len(devices) // pipeline
         tensor = 2 if num_remaining >= 4 and num_remaining % 2 == 0 else 1
         return so.make_mesh(tensor=tensor, pipeline=pipeline, devices=devices)
-    return so.make_mesh(**{"data": 1} | parse_mesh(sizes), devices=devices)
+    axes = {"data": 1} | parse_mesh(sizes)
+    count = math.prod(axes.values())
+    if min(axes.values()) > 0 and count != len(devices):
+        problem = f"--mesh {sizes} needs {plural(count, 'device')}, but there are {len(devices)}."
+        fix = f"make one size -1, choose sizes whose product is {len(devices)}"
+        fix += f", or use --devices {count}." if devices[0].platform == "cpu" else "."
+        raise value_error(problem, fix=fix)
+    return so.make_mesh(**axes, devices=devices)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -75,7 +83,8 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 def check_options(options: RunOptions) -> None:
     """Refuse options that cannot be combined, as far as this is known without devices."""
-    check_numbers(options)
+    for group in vars(options).values():
+        check_numbers(group)
     check_conditions(options)
 
 
@@ -93,7 +102,12 @@ def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
         problem = f"--layers {layers} is too few for {parts_text}."
         fix = f"use --layers {num_parts} or more, or another --mesh or --schedule."
         raise value_error(problem, fix=fix)
-    return dataclasses.replace(options, model=dataclasses.replace(options.model, layers=layers))
+    model = options.model
+    if model.dim % (2 * model.heads):
+        problem = f"--dim {model.dim} cannot be cut into --heads {model.heads} of an even width."
+        fix = f"use --dim {_nearest(model.dim, 2 * model.heads)}, or another number of --heads."
+        raise value_error(problem, fix=fix)
+    return dataclasses.replace(options, model=dataclasses.replace(model, layers=layers))
 
 
 def make_strategy(

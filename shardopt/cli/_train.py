@@ -1,11 +1,10 @@
 """`shardopt train`: train a language model with one command."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
@@ -17,50 +16,27 @@ from shardopt.cli._job import RunInFolder
 from shardopt.cli._optimizer import make_optimizer
 from shardopt.cli._options import ModelOptions, TrainOptions
 from shardopt.cli._run_folder import check_run_folder, checkpoint_settings
+from shardopt.cli._sample import continue_tokens
 from shardopt.cli._strategy import check_options, fitted, make_strategy, mesh_of
-from shardopt.core import PyTree, calling, plural
-from shardopt.core._block_model import BlockModel
+from shardopt.core import PyTree, calling
 from shardopt.core._extras import require
-from shardopt.models import gpt, sample
+from shardopt.models import gpt
+from shardopt.models._decoder_config import DecoderConfig
 from shardopt.runtime._stored_programs import FOLDER_NAME, stored_programs
 
 _VALIDATION_BATCHES = 4
 _SAMPLE_BYTES = 400
 
 
-class TrainedModel(NamedTuple):
-    """A model of a certain shape.
-
-    Attributes:
-      block_model: the model with its loss.
-      init: `init(rng)` returns its parameters.
-      sample: `sample(params, prompt, rng, num_tokens=, temperature=)`.
-      size: a description of its size, for people.
-    """
-
-    block_model: BlockModel
-    init: Callable[[jax.Array], PyTree]
-    sample: Callable[..., jax.Array]
-    size: str
-
-
-def model_of(options: ModelOptions) -> TrainedModel:
+def decoder_config(options: ModelOptions) -> DecoderConfig:
     """Return the model for these options. Their number of layers must be set."""
     assert options.layers is not None
-    config = gpt.config(
+    return gpt.config(
         dim=options.dim,
         num_layers=options.layers,
         num_heads=options.heads,
         max_length=max(1024, options.length),
         precision=options.precision,
-    )
-    return TrainedModel(
-        gpt.model(config),
-        functools.partial(gpt.init, config),
-        lambda params, *args, **kwargs: sample(params, config, *args, **kwargs),
-        f"{gpt.num_parameters(config) / 1e6:.2f} million parameters:"
-        f" {plural(options.layers, 'block')} of width {options.dim},"
-        f" {plural(options.heads, 'head')}",
     )
 
 
@@ -70,7 +46,7 @@ class _Setup(NamedTuple):
     Attributes:
       options: the options, with a number of layers.
       mesh: the mesh.
-      model: the model.
+      config: the model.
       tx: the optimizer.
       screen: the output for people.
       num_bytes: the size of the text.
@@ -80,7 +56,7 @@ class _Setup(NamedTuple):
 
     options: TrainOptions
     mesh: Mesh
-    model: TrainedModel
+    config: DecoderConfig
     tx: optax.GradientTransformation
     screen: Console
     num_bytes: int
@@ -111,13 +87,14 @@ def train(options: TrainOptions) -> int:
 
 def _train(setup: _Setup) -> int:
     options = setup.options
-    model = setup.model
+    config = setup.config
     screen = setup.screen
     training = options.training
-    opt = make_strategy(options, setup.tx, setup.mesh, model.block_model)
-    initial_state = so.training.DeferredInit(model.init, jax.random.key(training.seed))
+    opt = make_strategy(options, setup.tx, setup.mesh, gpt.model(config))
+    init = functools.partial(gpt.init, config)
+    initial_state = so.training.DeferredInit(init, jax.random.key(training.seed))
     opt.specs(initial_state.shapes())  # the display below needs the parameters' shapes
-    display.show_run(screen, options, opt, model.size, setup.windows, setup.held_out)
+    display.show_run(screen, options, opt, setup.windows, setup.held_out)
     display.show_placement(screen, options, opt)
     batches, held_out_batches = setup.batches()
     job = RunInFolder(options, opt, screen, setup.num_bytes, training.steps)
@@ -126,9 +103,16 @@ def _train(setup: _Setup) -> int:
     if result.exit_code:
         return result.exit_code
     prompt = setup.held_out[0]["tokens"][: max(1, options.model.length // 2)]
-    text = continue_text(
-        result.state.params, model, prompt, num_bytes=_SAMPLE_BYTES, seed=training.seed
+    tokens = continue_tokens(
+        _on_one_device(result.state.params),
+        config,
+        prompt,
+        num_tokens=_SAMPLE_BYTES,
+        length=options.model.length,
+        temperature=0.8,
+        seed=training.seed,
     )
+    text = data.decode(tokens[len(prompt) :])
     display.show_result(screen, options, result, data.decode(prompt), text)
     return 0
 
@@ -148,28 +132,21 @@ def _set_up(options: TrainOptions) -> _Setup:
     schedule = {"learning_rate": training.learning_rate, "steps": training.steps}
     tx = make_optimizer(training.optimizer, **schedule, clip=training.clip)
     return _Setup(
-        options, mesh, model_of(options.model), tx, screen, corpus.num_bytes, windows, held_out
+        options,
+        mesh,
+        decoder_config(options.model),
+        tx,
+        screen,
+        corpus.num_bytes,
+        windows,
+        held_out,
     )
 
 
-def continue_text(
-    params: PyTree, model: TrainedModel, prompt: np.ndarray, *, num_bytes: int, seed: int
-) -> str:
-    """Return a continuation of a prompt by the model, computed on one device of each process.
-
-    The model writes as many bytes as the prompt has, then continues from these, and so on. All
-    steps use one compiled program, over windows of twice the prompt's length.
-    """
+def _on_one_device(params: PyTree) -> PyTree:
+    """Return parameters on one device of each process."""
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     replicated = jax.jit(lambda params: params, out_shardings=NamedSharding(mesh, PartitionSpec()))(
         params
     )
-    local_params = jax.tree.map(lambda leaf: leaf.addressable_data(0), replicated)
-    pieces = []
-    window = prompt[None]
-    for index in range(-(-num_bytes // len(prompt))):
-        rng = jax.random.fold_in(jax.random.key(seed), index)
-        tokens = model.sample(local_params, window, rng, num_tokens=len(prompt), temperature=0.8)
-        window = np.asarray(tokens)[:, len(prompt) :]
-        pieces.append(window[0])
-    return data.decode(np.concatenate(pieces)[:num_bytes])
+    return jax.tree.map(lambda leaf: leaf.addressable_data(0), replicated)

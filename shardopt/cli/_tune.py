@@ -137,7 +137,7 @@ def tune(options: TuneOptions) -> int:
     _check(options)
     assert options.model.model is not None
     assert training.data is not None
-    tuned = _open_model(options)
+    tuned = open_model(options)
     rows = _read_rows(options, tuned.pretrained.config.vocab_size)
     steps = training.steps or max(
         1, math.ceil(training.epochs * rows.num_rows / training.batch_size)
@@ -193,7 +193,7 @@ def _check(options: TuneOptions) -> None:
     check_options(options)
 
 
-def _open_model(options: TuneOptions) -> _Tuned:
+def open_model(options: TuneOptions) -> _Tuned:
     """Read config.json and the headers of the weights, and describe the adapters."""
     model = options.model
     assert model.model is not None

@@ -16,7 +16,7 @@ from support.paths import ROOT
 from shardopt.cli._commands import LaunchOptions, parse, split_words
 from shardopt.cli._options import TrainOptions
 from shardopt.cli._strategy import check_options, fitted, make_strategy, mesh_of
-from shardopt.cli._train import model_of
+from shardopt.cli._train import decoder_config
 from shardopt.models import gpt
 
 pytestmark = pytest.mark.fast
@@ -64,7 +64,7 @@ def test_a_command_is_one(line):
         mesh = mesh_of(options.where.mesh, jax.devices(), pipelined=pipelined)
         options = fitted(options, mesh)
         make_strategy(
-            options, optax.sgd(0.1), mesh, model_of(options.model).block_model, rules=gpt.rules
+            options, optax.sgd(0.1), mesh, gpt.model(decoder_config(options.model)), rules=gpt.rules
         )
 
 

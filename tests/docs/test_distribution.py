@@ -142,6 +142,7 @@ def test_what_is_imported_is_required(built):
         "ray",
         "rich",
         "safetensors",
+        "tokenizers",
         "tyro",
     }
     # each in an extra, which the message names where it is missing

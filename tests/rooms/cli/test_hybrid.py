@@ -61,7 +61,7 @@ def finished(tiny, tmp_path_factory):
     command = [*tiny[:layers], *tiny[layers + 2 :], "--run-dir", folder, *words.split()]
     with pytest.MonkeyPatch.context() as patch:
         # test_train.py has shown it
-        patch.setattr("shardopt.cli._train.continue_text", lambda *_, **__: "")
+        patch.setattr("shardopt.cli._train.continue_tokens", lambda _, config, prompt, **__: prompt)
         return folder, run(*command)
 
 
@@ -90,7 +90,9 @@ def test_a_hybrid_run_says_what_its_schedule_costs_and_draws_it(finished):
 def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp_path, monkeypatch):
     """Its last steps equal the steps of fsdp from the same checkpoint."""
     # the run above has shown it
-    monkeypatch.setattr("shardopt.cli._train.continue_text", lambda *_, **__: "")
+    monkeypatch.setattr(
+        "shardopt.cli._train.continue_tokens", lambda _, config, prompt, **__: prompt
+    )
     folder = shutil.copytree(finished[0], tmp_path / "run")
     resume = ["train", "--resume", "--run-dir", folder, "--steps", 12, "--checkpoint-every", 4]
     out = run(*resume, "--strategy", "fsdp", "--mesh", "data=4,tensor=2")

@@ -42,7 +42,10 @@ def exit_of(capsys, *words):
 def test_help_lists_the_commands_that_exist_and_no_others(capsys):
     code, text = exit_of(capsys, "--help")
     assert code == 0
-    assert "usage: shardopt [-h] {train,tune,launch,vault,plan,audit,doctor,verify}" in text
+    assert (
+        "usage: shardopt [-h] {train,tune,merge,export,generate,launch,vault,plan,audit,doctor,verify}"
+        in text
+    )
 
 
 def test_all_help_of_train_names_every_option_with_its_default(capsys):
@@ -206,7 +209,7 @@ def test_the_mesh_by_itself_has_two_stages_for_hybrid_where_it_can(count, pipeli
 
 def test_a_mesh_that_names_tensor_alone_leaves_no_device_out():
     with pytest.raises(
-        ValueError, match=r"^make_mesh: replica=1, data=1, pipeline=1, tensor=4 needs 4 devices"
+        ValueError, match=r"^train: --mesh tensor=4 needs 4 devices, but there are 8\."
     ):
         mesh_of("tensor=4", jax.devices())
     assert mesh_of("tensor=8", jax.devices()).shape["tensor"] == 8
@@ -296,7 +299,7 @@ def test_unknown_optimizers_and_arguments_are_refused_with_what_is_near(text, pr
 )
 def test_numbers_out_of_range_are_refused(numbers, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        check_numbers(TrainOptions(training=TrainingOptions(**numbers)))
+        check_numbers(TrainingOptions(**numbers))
 
 
 def test_the_learning_rate_rises_in_a_line_and_falls_to_a_tenth():

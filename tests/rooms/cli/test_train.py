@@ -185,9 +185,22 @@ def test_sigterm_saves_and_says_how_to_go_on(start, tmp_path):
         (
             ("--mesh", "data=3"),
             (
-                "make_mesh: replica=1, data=3, pipeline=1, tensor=1 needs 3 devices, but there are"
-                " 8.\nFix: set one size to -1, choose sizes whose product is 8, or pass"
-                " devices=jax.devices()[:3]."
+                "train: --mesh data=3 needs 3 devices, but there are 8.\nFix: make one size -1,"
+                " choose sizes whose product is 8, or use --devices 3."
+            ),
+        ),
+        (
+            ("--mesh", "data=4,tensor=4"),
+            (
+                "train: --mesh data=4,tensor=4 needs 16 devices, but there are 8.\nFix: make one"
+                " size -1, choose sizes whose product is 8, or use --devices 16."
+            ),
+        ),
+        (
+            ("--heads", "3"),
+            (
+                "train: --dim 32 cannot be cut into --heads 3 of an even width.\n"
+                "Fix: use --dim 30 or 36, or another number of --heads."
             ),
         ),
         (
@@ -212,8 +225,8 @@ def test_sigterm_saves_and_says_how_to_go_on(start, tmp_path):
         (
             ("--dim", "36"),
             (
-                "DecoderConfig: 1 field cannot be used.\n  the dims that rotate must be even and the"
-                " same in all kinds, got [9]"
+                "train: --dim 36 cannot be cut into --heads 4 of an even width.\n"
+                "Fix: use --dim 32 or 40, or another number of --heads."
             ),
         ),
         (

@@ -216,6 +216,15 @@ def test_every_strategy_tunes(tune, tmp_path):
             "lora: 1 problem with the targets.\n  target 'router' matches no parameter",
         ),
         (
+            "--lora-rank 2 --lora-targets (",
+            "tune: --lora-targets has no regular expression: missing )",
+        ),
+        ("--lora-rank 2 --lora-alpha -1", "tune: --lora-alpha must be finite, above 0; got -1.0."),
+        (
+            "--lora-rank 2 --lora-dropout 2",
+            "tune: --lora-dropout must be finite, at least 0 and below 1; got 2.0.",
+        ),
+        (
             "--lora-rank 2 --lora-targets embedding",
             "tune: peft has no form for 1 weight.\n  model.embed_tokens.weight: is not",
         ),
@@ -227,6 +236,8 @@ def test_what_cannot_work_is_refused_before_anything_compiles(words, message, tu
     code, _, err = tune(*words.replace("{run}", str(run_dir)).split())
     assert code == 2
     assert message.replace("{run}", str(run_dir)) in err
+    assert "matrices=" not in err  # an argument of Python
+    assert "model=" not in err
     assert not (run_dir / "checkpoints").exists()
 
 
