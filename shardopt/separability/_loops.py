@@ -175,8 +175,7 @@ def cond(proof: ProofSettings, site: EquationPair, relations: list[Relation]) ->
 
     The index of the branch must be the same in the whole trace and in every piece.
     """
-    branch_index = relations[0]
-    operands = relations[1:]
+    branch_index, *operands = relations
     whole_branches, piece_branches = site.both_params("branches")
     if len(whole_branches) != len(piece_branches):
         return unknown_results(site, relations, "traces")
@@ -243,8 +242,7 @@ def _scan_over_rows(
     results: list[Relation] = []
     for i, (relation, var) in enumerate(zip(start, carry_vars, strict=True)):
         is_sum = is_zero(relation) and _adds_row_term(body, var, body.outvars[i], turn_dependent)
-        total = checked(site, i, Total(Fraction(1), site.op))
-        results.append(total if is_sum else unknown)
+        results.append(checked(site, i, Total(Fraction(1), site.op)) if is_sum else unknown)
     for out in body.outvars[num_carry:]:
         from_row = not isinstance(out, Literal) and out not in turn_dependent
         results.append(Split(0) if from_row else unknown)

@@ -6,8 +6,10 @@ cases of all rules. `benchmarks/rule_mutants.py` runs a sample of them.
 """
 
 import ast
+import collections
 import contextlib
 import functools
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -45,11 +47,15 @@ BUILTINS = {"all": "any", "any": "all", "min": "max", "max": "min"}
 MARKED = ("Split", "Same", "Total", "Shifted", "Extreme", "scaled")
 """Functions whose arguments are marks and ratios."""
 CHUNK = 25
-MOST_CASES = 1500
+FEW = 16
+MANY = 400
+MOST_CASES = 3000
 MOST_CHECKS = 8
 DRAWS = 4
-"""The number of cases that run before their answers are checked, the number of cases that run, the
-number of answers that are compared with concrete results, and the number of draws of each.
+"""The number of cases that run before their answers are checked. The number of seeds of the cases
+that show which rules a mutant belongs to, and the number of seeds of these rules, as in the slow
+tests. The number of cases that run, the number of answers that are compared with concrete results,
+and the number of draws of each.
 """
 
 
@@ -76,10 +82,16 @@ Place = tuple[int, str, Callable[[], None]]
 
 
 def mutants(file: str) -> Iterator[Mutant]:
-    """Yield every mutant of the functions of a file of `shardopt/separability`."""
+    """Yield every mutant of the functions of a file of `shardopt/separability`.
+
+    Several equal changes of a function are numbered.
+    """
     for function, places in _places(_tree(file)):
+        counts: collections.Counter[str] = collections.Counter()
         for number, (line, change, _) in enumerate(places):
-            yield Mutant(f"{file}.py:{line} {function}: {change}", file, function, number)
+            counts[change] += 1
+            nth = f" ({counts[change]})" if counts[change] > 1 else ""
+            yield Mutant(f"{file}.py:{line} {function}: {change}{nth}", file, function, number)
 
 
 def _tree(file: str) -> ast.Module:
@@ -344,32 +356,50 @@ class BenchCase(NamedTuple):
     """A traced case, with the rule's answer without a mutant.
 
     Attributes:
-      label: the rule and the seed.
+      primitive: the name of the rule.
+      seed: the seed of the case.
       case: the case.
       jaxprs: its traces.
       relations: the answer of the rule.
       functions: the names of the functions that ran.
-      primitive: the name of the rule.
     """
 
-    label: str
+    primitive: str
+    seed: int
     case: meaning.RuleCase
     jaxprs: Sequence[Any]
     relations: list[Relation]
     functions: frozenset[str]
-    primitive: str
 
 
 class Bench:
-    """Cases of all rules.
+    """Cases of all rules: the first ones, and those that mutants asked for.
 
     Args:
-      seeds: the seeds of the cases of each rule.
       names: the rules; by default all.
     """
 
-    def __init__(self, seeds: Sequence[int], names: Sequence[str] = ()):
-        self.cases = [_traced(name, seed) for seed in seeds for name in names or sorted(CASES)]
+    def __init__(self, names: Sequence[str] = ()):
+        self.cases = {
+            (name, seed): _traced(name, seed)
+            for seed in range(FEW)
+            for name in names or sorted(CASES)
+        }
+
+    def _cases_of(self, mutant: Mutant) -> Iterator[BenchCase]:
+        """Yield the first cases that use what a mutant changes, then cases of the same rules."""
+        first = [case for case in self.cases.values() if case.seed < FEW]
+        first = [case for case in first if self._uses(case, mutant)]
+        yield from first
+        names = sorted(
+            {case.primitive for case in first} or {case.primitive for case in self.cases.values()}
+        )
+        for seed in range(FEW, MANY):
+            for name in names:
+                if (name, seed) not in self.cases:
+                    self.cases[name, seed] = _traced(name, seed)
+                if self._uses(self.cases[name, seed], mutant):
+                    yield self.cases[name, seed]
 
     def fate(self, mutant: Mutant) -> str:
         """Return the fate of a mutant: "unsound", "error", "refuses", "differs", "unused" or
@@ -382,10 +412,9 @@ class Bench:
             return _fate_of_dependence(mutant)
         if mutant.function in lattice.CHECKS and _breaks_lattice(mutant):
             return "unsound"
-        used = [case for case in self.cases if self._uses(case, mutant)][:MOST_CASES]
-        fates = ["survives"] if used else ["unused"]
-        for start in range(0, len(used), CHUNK):
-            chunk = used[start : start + CHUNK]
+        cases = itertools.islice(self._cases_of(mutant), MOST_CASES)
+        fates = ["unused"]
+        while chunk := list(itertools.islice(cases, CHUNK)):
             answers: list[Sequence[Relation]] = []
             with planted(mutant):
                 for case in chunk:
@@ -423,7 +452,7 @@ def _traced(name: str, seed: int) -> BenchCase:
         sys.setprofile(profile)
         relations = meaning.relations_of(case, jaxprs)
         sys.setprofile(None)
-    return BenchCase(f"{name} {seed}", case, jaxprs, relations, frozenset(called), name)
+    return BenchCase(name, seed, case, jaxprs, relations, frozenset(called))
 
 
 def _answered(case: BenchCase) -> list[Relation]:
@@ -454,8 +483,11 @@ def _judged(case: BenchCase, relations: Sequence[Relation]) -> str:
 def _alike(a: Relation, b: Relation) -> bool:
     """Return whether relations are equal.
 
-    How the keys of a result are made does not count: other draws of a case show it.
+    How the keys of a result are made does not count: other draws of a case show it. Neither does
+    the reason why nothing is known.
     """
+    if isinstance(a, Unrelated) and isinstance(b, Unrelated):
+        return True
     if isinstance(a, Same) and isinstance(b, Same):
         return (a.ratio, a.drawn) == (b.ratio, b.drawn)
     return a.equals(b) if isinstance(a, Known) and isinstance(b, Known) else a == b

@@ -123,7 +123,7 @@ def decomposed(
 ) -> RuleCase:
     """Return a case of matrices [..., 2, width] for each operand; of vectors where it is None.
 
-    A wide matrix may have n times as many columns in the whole trace.
+    Wide matrices may have n times as many columns in the whole trace, or n times as many rows.
     """
     num_pieces = draw_pieces(rng)
     batch = draw_shapes(rng, num_pieces, int(rng.integers(0, 3)), sizes=(1, 2, 3))
@@ -132,6 +132,8 @@ def decomposed(
         shapes: Shapes = tuple((*shape, 2, *(() if width is None else (width,))) for shape in batch)  # pyright: ignore
         if wide and rng.random() < 0.2:
             shapes = (*shapes[0][:-1], width * num_pieces), shapes[1]
+        elif wide and rng.random() < 0.2:
+            shapes = (*shapes[0][:-2], 2 * num_pieces, width), shapes[1]
         relation = draw_relation(rng, shapes, np.float64, num_pieces, (Same, Split))
         operands.append(Operand(relation, shapes, np.float64, numbers))
     return RuleCase(operands, (function, function), num_pieces)
