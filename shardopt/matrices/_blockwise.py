@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 
 from shardopt.trace._jaxprs import called_jaxprs, shape_of
 from shardopt.trace._matrix_work import is_opaque
-from shardopt.trace._parts import Atom
+from shardopt.trace._parts import Atom, variables_of
 from shardopt.trace._primitives import DECOMPOSITIONS, ELEMENTWISE
 
 _MIXED_DIM = {
@@ -47,11 +47,9 @@ def match_variables(full: jex.Jaxpr, single: jex.Jaxpr) -> dict[jex.Var, jex.Var
     unmatched_constants = set(full.constvars), set(single.constvars)
 
     def atoms_match(full_atom: Atom, single_atom: Atom) -> bool:
-        if isinstance(full_atom, jex.Literal) or isinstance(single_atom, jex.Literal):
-            return (
-                isinstance(full_atom, jex.Literal)
-                and isinstance(single_atom, jex.Literal)
-                and _same_bits(full_atom.val, single_atom.val)
+        if isinstance(full_atom, jex.Literal):
+            return isinstance(single_atom, jex.Literal) and _same_bits(
+                full_atom.val, single_atom.val
             )
         if full_atom in unmatched_constants[0] and single_atom in unmatched_constants[1]:
             matches.setdefault(full_atom, single_atom)
@@ -124,15 +122,14 @@ def _keeps_blocks_apart(
         for var in eqn.invars
     ]
     output_dims = [block_dim(var, matches, blocks) for var in eqn.outvars]
-    if all(dim is None for dim in (*input_dims, *output_dims)):
+    dims = {*input_dims, *output_dims}
+    if dims <= {None}:
         return True
-    if -1 in input_dims or -1 in output_dims:
+    if -1 in dims:
         return False
-    name = eqn.primitive.name
-    params = eqn.params
     inner_jaxprs = called_jaxprs(eqn)
     if inner_jaxprs:
-        if params.get("length") != single.params.get("length"):
+        if eqn.params.get("length") != single.params.get("length"):
             return False  # a loop over blocks
         return all(
             _is_blockwise_inside(a, b, blocks)
@@ -140,6 +137,17 @@ def _keeps_blocks_apart(
         )
     if None in output_dims:
         return False  # blocks were added up, or one block was selected
+    return _primitive_keeps_blocks_apart(eqn, input_dims, output_dims)
+
+
+def _primitive_keeps_blocks_apart(
+    eqn: jex.JaxprEqn, input_dims: Sequence[int | None], output_dims: Sequence[int | None]
+) -> bool:
+    """Return whether a primitive never mixes along the dims that count blocks.
+
+    All outputs have such a dim.
+    """
+    name = eqn.primitive.name
     if name in ("reshape", "squeeze", "expand_dims"):
         (input_dim,), (output_dim,) = input_dims, output_dims
         if input_dim is None:
@@ -149,15 +157,15 @@ def _keeps_blocks_apart(
         # otherwise blocks would be interleaved
         return math.prod(old_shape[:input_dim]) == math.prod(new_shape[:output_dim])
     if name in _MIXED_DIM:
-        return all(dim != params[_MIXED_DIM[name]] for dim in output_dims)
+        return eqn.params[_MIXED_DIM[name]] not in output_dims
     if name == "concatenate":
-        return None not in input_dims and output_dims[0] != params["dimension"]
+        return None not in input_dims and output_dims[0] != eqn.params["dimension"]
     if name == "dot_general":
-        return _product_keeps_blocks_apart(input_dims, params["dimension_numbers"])
+        return _product_keeps_blocks_apart(input_dims, eqn.params["dimension_numbers"])
     if name in DECOMPOSITIONS:
-        ranks = [len(shape_of(var)) for var in eqn.invars if not isinstance(var, jex.Literal)]
+        rank = max(len(shape_of(var)) for var in variables_of(eqn.invars))
         # reflectors have one dim less than their matrix
-        return all(dim is None or dim < max(ranks) - 2 for dim in input_dims)
+        return all(dim is None or dim < rank - 2 for dim in input_dims)
     return name in _NEVER_MIXING or name.startswith(_REDUCTION_PREFIXES)
 
 

@@ -12,12 +12,12 @@ It also holds earlier equations, as far as they reduce the bytes of its inputs.
 """
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import jax.extend.core as jex
 
 from shardopt.trace._matrix_work import Groups, is_heavy, is_opaque
-from shardopt.trace._parts import Atom, Trace, fewest_bytes, inputs_of, slice_of
+from shardopt.trace._parts import Trace, fewest_bytes, inputs_of, slice_of, variables_of
 
 _RESHAPES = frozenset({"reshape", "transpose", "squeeze", "expand_dims"})
 
@@ -97,34 +97,32 @@ class _Stages:
 def _task(
     trace: Trace, groups: Groups, stages: _Stages, heavy: Sequence[int], group: int, stage: int
 ) -> MatrixTask:
-    eqns = trace.jaxpr.eqns
     core = _equations_between(
         trace, heavy, [i for i, eqn_stage in enumerate(stages.stage_of) if eqn_stage == stage]
     )
     core |= _reshapes_after(trace, core)
-    core_results = {var for i in core for var in eqns[i].outvars}
-    reads = list(
-        dict.fromkeys(
-            var for i in sorted(core) for var in eqns[i].invars if _is_input(var, core_results)
-        )
-    )
-    task_inputs = _smallest_inputs(trace, reads, groups.min_elements)
-    preparation, _ = slice_of(trace, reads, stop=set(task_inputs))
-    read_outside = {var for var in trace.jaxpr.outvars if not isinstance(var, jex.Literal)}
-    read_outside |= {var for i, eqn in enumerate(eqns) if i not in core for var in inputs_of(eqn)}
-    large = set(groups.select_large(task_inputs))
+    eqns = [trace.jaxpr.eqns[i] for i in sorted(core)]
+    results = [var for eqn in eqns for var in eqn.outvars]
+    reads = dict.fromkeys(var for eqn in eqns for var in inputs_of(eqn))
+    reads = [var for var in reads if var not in results]
+    inputs = _smallest_inputs(trace, reads, groups.min_elements)
+    preparation, _ = slice_of(trace, reads, stop=set(inputs))
+    large_inputs = groups.select_large(inputs)
+    read_outside = _read_outside(trace, core)
     return MatrixTask(
         equations=frozenset(core | preparation),
-        inputs=tuple(var for var in task_inputs if var in large),
-        small_inputs=tuple(var for var in task_inputs if var not in large),
-        outputs=tuple(var for i in sorted(core) for var in eqns[i].outvars if var in read_outside),
+        inputs=tuple(large_inputs),
+        small_inputs=tuple(var for var in inputs if var not in large_inputs),
+        outputs=tuple(var for var in results if var in read_outside),
         group=group,
         stage=stage,
     )
 
 
-def _is_input(var: Atom, results: Collection[jex.Var]) -> TypeGuard[jex.Var]:
-    return not isinstance(var, jex.Literal) and var not in results
+def _read_outside(trace: Trace, core: Collection[int]) -> set[jex.Var]:
+    """Return the variables that the results or the equations outside of `core` read."""
+    other_eqns = [eqn for i, eqn in enumerate(trace.jaxpr.eqns) if i not in core]
+    return set(variables_of(trace.jaxpr.outvars)).union(*map(inputs_of, other_eqns))
 
 
 def _equations_between(trace: Trace, heavy: Sequence[int], allowed: Sequence[int]) -> set[int]:

@@ -70,39 +70,16 @@ def plan_sides(
     crossing = _CrossingVariables(layout, trace, Groups(trace, min_elements))
     if not crossing.roots:
         return Sides(frozenset(), {}, crossing.returns)
-    eqns = trace.jaxpr.eqns
-    node: dict[int, int] = {}
-    for i, eqn in enumerate(eqns):
-        if is_opaque(eqn):
-            node[i] = _PARAMETERS
-        elif any(map(crossing.may_cross, {*inputs_of(eqn), *eqn.outvars})):
-            node[i] = _OWNERS if i in tasks or is_heavy(eqn, min_elements) else 2 + i
-    readers: dict[jex.Var, set[int]] = {}
-    for i in node:
-        for var in inputs_of(eqns[i]):
-            readers.setdefault(var, set()).add(node[i])
-    for i, var in enumerate(trace.jaxpr.outvars):
-        if not isinstance(var, jex.Literal):
-            readers.setdefault(var, set()).add(_PARAMETERS if crossing.returns[i] else _OWNERS)
-    maker = {var: node[i] for i in node for var in eqns[i].outvars} | crossing.side_of_input
-    readers = {
-        var: nodes for var, nodes in readers.items() if var in maker and crossing.may_cross(var)
+    node = crossing.nodes(tasks)
+    maker = crossing.side_of_input | {
+        var: i for eqn, i in node.items() for var in trace.jaxpr.eqns[eqn].outvars
     }
-    # a variable without the shape of a parameter is left to the partitioner, which gathers it
-    costs = {var: bytes_of(var) * (1 if crossing.plan(var) else devices) for var in readers}
-    unit = max(sum(costs.values()) / (MOST // 4), 1.0)
-    edges: dict[tuple[int, int], int] = {}
-    size = 2 + len(eqns)
-    for var, nodes in readers.items():
-        sent_node = size
-        returned_node = size + 1
-        cost = math.ceil(costs[var] / unit)
-        size += 2
-        edges |= {(maker[var], sent_node): cost, (returned_node, maker[var]): cost}
-        edges |= {(sent_node, reader): MOST for reader in nodes} | {
-            (reader, returned_node): MOST for reader in nodes
-        }
-    owner_nodes = sink_side(edges, size, _PARAMETERS, _OWNERS)
+    readers = {
+        var: nodes
+        for var, nodes in crossing.readers(node).items()
+        if var in maker and crossing.may_cross(var)
+    }
+    owner_nodes = crossing.nodes_at_owners(maker, readers, devices)
     moves = {}
     for var, nodes in readers.items():
         to_owners = maker[var] not in owner_nodes
@@ -114,7 +91,7 @@ def plan_sides(
 
 class _CrossingVariables:
     """The large variables that may move: they belong to the matrix of a parameter whose state is
-    elsewhere.
+    elsewhere. And the graph of the equations that make and read them.
 
     Attributes:
       groups: the variables that belong to the same matrices.
@@ -128,6 +105,8 @@ class _CrossingVariables:
         count = len(layout.trained)
         invars = trace.jaxpr.invars
         self.groups = groups
+        self.eqns = trace.jaxpr.eqns
+        self.results = trace.jaxpr.outvars
         self.plans: dict[tuple[jex.Var, tuple[int, ...]], list[LeafPlan]] = {}
         self.roots: set[jex.Var] = set()
         for var, plan in zip(invars, layout.trained, strict=False):
@@ -154,3 +133,52 @@ class _CrossingVariables:
         plans = self.plans.get((self.groups.root(var), shape_of(var)), [])
         placements = {(plan.owned, plan.spec(sharded=True)) for plan in plans}
         return plans[0] if len(placements) == 1 and is_moved(plans[0]) else None
+
+    def nodes(self, tasks: Collection[int]) -> dict[int, int]:
+        """Return equation -> its node in the graph that is cut, for the loss and for equations with
+        variables that may cross.
+
+        The node is a side if the equation has to be there.
+        """
+        node = {}
+        for i, eqn in enumerate(self.eqns):
+            if is_opaque(eqn):
+                node[i] = _PARAMETERS
+            elif any(map(self.may_cross, {*inputs_of(eqn), *eqn.outvars})):
+                is_owned = i in tasks or is_heavy(eqn, self.groups.min_elements)
+                node[i] = _OWNERS if is_owned else 2 + i
+        return node
+
+    def readers(self, node: dict[int, int]) -> dict[jex.Var, set[int]]:
+        """Return variable -> the nodes that read it. A side reads its results."""
+        readers: dict[jex.Var, set[int]] = {}
+        for i in node:
+            for var in inputs_of(self.eqns[i]):
+                readers.setdefault(var, set()).add(node[i])
+        for var, with_parameters in zip(self.results, self.returns, strict=True):
+            if not isinstance(var, jex.Literal):
+                readers.setdefault(var, set()).add(_PARAMETERS if with_parameters else _OWNERS)
+        return readers
+
+    def nodes_at_owners(
+        self, maker: dict[jex.Var, int], readers: dict[jex.Var, set[int]], devices: int
+    ) -> set[int]:
+        """Return the nodes on the side of owners if the fewest bytes move.
+
+        A variable has two nodes of its own, its copies on either side. So it is sent once, however
+        many nodes read it.
+        """
+        # a variable without the shape of a parameter is left to the partitioner, which gathers it
+        costs = {var: bytes_of(var) * (1 if self.plan(var) else devices) for var in readers}
+        unit = max(sum(costs.values()) / (MOST // 4), 1.0)
+        edges: dict[tuple[int, int], int] = {}
+        size = 2 + len(self.eqns)
+        for var, nodes in readers.items():
+            sent_node = size
+            returned_node = size + 1
+            size += 2
+            cost = math.ceil(costs[var] / unit)
+            edges |= {(maker[var], sent_node): cost, (returned_node, maker[var]): cost}
+            edges |= {(sent_node, reader): MOST for reader in nodes}
+            edges |= {(reader, returned_node): MOST for reader in nodes}
+        return sink_side(edges, size, _PARAMETERS, _OWNERS)

@@ -63,21 +63,16 @@ class _Unit(NamedTuple):
 def run_stage(
     config: StrategyConfig, stage: OwnedStage, retrace: Retrace, args: list[list[jax.Array]]
 ) -> list[list[jax.Array]]:
-    """Return the outputs of every task, `local_tasks` last, from the inputs of every task.
+    """Return the outputs of every task, from the inputs of every task.
 
     In the global view.
     """
-    sent_args = args[: len(stage.tasks)]
-    local_args = args[len(stage.tasks) :]
-    local_outputs = [
-        _run_locally(config, stage, local_task, retrace, task_args)
-        for local_task, task_args in zip(stage.local_tasks, local_args, strict=True)
+    if not stage.is_local:
+        return _run_on_owners(config, stage, retrace, args)
+    return [
+        _run_locally(config, stage, owned_task, retrace, task_args)
+        for owned_task, task_args in zip(stage.tasks, args, strict=True)
     ]
-    return (
-        [*_run_on_owners(config, stage, retrace, sent_args), *local_outputs]
-        if sent_args
-        else local_outputs
-    )
 
 
 def _run_locally(

@@ -84,20 +84,23 @@ class OwnedStage(NamedTuple):
 
     Attributes:
       axes: the axes that owners are along. Devices along other axes have other matrices, and share
-        out those.
-      tasks: tasks whose inputs are sent to owners.
-      local_tasks: tasks of stacked matrices that live at their owners: nothing is sent.
-      units: (task, block) of each unit of `tasks`.
+        out those. None: each device runs the units that it has.
+      tasks: the tasks.
+      units: (task, block) of each unit whose inputs are sent to an owner.
       owners: the owner of each unit, its index along `axes`.
       traces: the traces of the update that units run, by the leaves that are cut.
     """
 
     axes: tuple[str, ...]
     tasks: tuple[OwnedTask, ...]
-    local_tasks: tuple[OwnedTask, ...]
     units: tuple[tuple[int, int], ...]
     owners: tuple[int, ...]
     traces: dict[CutLeaves, Trace]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether stacked matrices live at their owners, so that nothing is sent."""
+        return not self.axes
 
 
 def owner_axes(config: StrategyConfig) -> tuple[str, ...]:
@@ -135,42 +138,24 @@ def plan_stages(
       retrace: makes the trace of the update with a single block for each of these leaves.
     """
     groups = Groups(full_trace, max(MIN_ELEMENTS, config.layout.min_shard_elements))
-    leaves: dict[int, list[int]] = {}
-    for i, (var, _) in enumerate(zip(full_trace.jaxpr.invars, layout.trained, strict=False)):
-        if groups.select_large([var]):
-            leaves.setdefault(groups.group_number(var), []).append(i)
+    leaves = _leaves_of_groups(groups, full_trace.jaxpr.invars[: len(layout.trained)])
     tasks = find_tasks(full_trace, groups)
     cuts = _Cuts(
         layout.trained, full_trace, retrace, [leaves.get(task.group, []) for task in tasks]
     )
     all_axes = owner_axes(config)
     specs = _specs_of(layout, full_trace)
-    stages: dict[tuple[int, tuple[str, ...]], list[OwnedTask]] = {}
-    local_tasks: dict[int, list[OwnedTask]] = {}
+    placed: dict[tuple[int, tuple[str, ...]], list[OwnedTask]] = {}
     without_owner: list[Owned] = []
     for task in tasks:
         task_leaves = leaves.get(task.group, [])
         task_plans = [layout.trained[i] for i in task_leaves]
-        num_at_owners = sum(plan.stacked and plan.owned is not None for plan in task_plans)
-        if 0 < num_at_owners < len(task_plans) or (
-            num_at_owners == 0 and _size(config, all_axes) == 1
-        ):
+        at_owners = {is_at_owners(plan) for plan in task_plans}
+        if len(at_owners) == 2 or (True not in at_owners and _size(config, all_axes) == 1):
             continue
         cut = cuts.cut(task, task_leaves)
-        if num_at_owners and cut is None:
+        if cut is None and True in at_owners:
             continue  # a task of several blocks is left to the partitioner
-        block_axes = (
-            () if cut is None else tuple(spec_axes(task_plans[0].state_spec(sharded=True)[:1]))
-        )
-        axes = tuple(axis for axis in all_axes if axis not in block_axes)
-        if num_at_owners or (
-            cut is not None and (_size(config, axes) == 1 or _are_whole(task_plans))
-        ):
-            local_task = _make_owned_task(
-                config, task, task_plans, full_trace, specs, cut, block_axes, is_local=True
-            )
-            local_tasks.setdefault(task.stage, []).append(local_task)
-            continue
         if cut is None and any(plan.pipelined for plan in task_plans):
             because = (
                 "the optimizer mixes the blocks of a leaf, and each stage of the pipeline holds"
@@ -178,19 +163,57 @@ def plan_stages(
             )
             without_owner.append(Owned(tuple(plan.path for plan in task_plans), (), because))
             continue
-        owned_task = _make_owned_task(config, task, task_plans, full_trace, specs, cut, block_axes)
-        stages.setdefault((task.stage, axes), []).append(owned_task)
+        block_axes = ()
+        axes = all_axes
+        if cut is not None:
+            block_axes = tuple(spec_axes(task_plans[0].state_spec(sharded=True)[:1]))
+            axes = _axes_between(config, task_plans, block_axes)
+        owned_task = _make_owned_task(
+            config, task, task_plans, full_trace, specs, cut, block_axes, is_local=not axes
+        )
+        placed.setdefault((task.stage, axes), []).append(owned_task)
+    return _in_order(config, placed, cuts.traces), without_owner
+
+
+def _leaves_of_groups(groups: Groups, grads: Sequence[jex.Var]) -> dict[int, list[int]]:
+    """Return group -> the leaves, by index, of its large gradients."""
+    leaves: dict[int, list[int]] = {}
+    for i, var in enumerate(grads):
+        if groups.select_large([var]):
+            leaves.setdefault(groups.group_number(var), []).append(i)
+    return leaves
+
+
+def is_at_owners(plan: LeafPlan) -> bool:
+    """Return whether the state of stacked matrices is at their owners between steps."""
+    return plan.stacked and plan.owned is not None
+
+
+def _axes_between(
+    config: StrategyConfig, plans: Sequence[LeafPlan], block_axes: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return the axes that share out blocks; none if each device holds whole blocks already."""
+    axes = tuple(axis for axis in owner_axes(config) if axis not in block_axes)
+    is_local = is_at_owners(plans[0]) or _size(config, axes) == 1 or _are_whole(plans)
+    return () if is_local else axes
+
+
+def _in_order(
+    config: StrategyConfig,
+    placed: dict[tuple[int, tuple[str, ...]], list[OwnedTask]],
+    traces: dict[CutLeaves, Trace],
+) -> list[OwnedStage]:
+    """Return the tasks of each number and axes of owners as a stage; those without axes are local."""
+    loads = {number: np.zeros(_size(config, owner_axes(config))) for number, _ in placed}
     result = []
-    for stage in sorted({*local_tasks, *(stage for stage, _ in stages)}):
-        if stage in local_tasks:
-            result.append(OwnedStage((), (), tuple(local_tasks[stage]), (), (), cuts.traces))
-        loads = np.zeros(_size(config, all_axes))
-        # those with the fewest owners first: the others have more freedom to even out
-        for axes in sorted(
-            (axes for i, axes in stages if i == stage), key=lambda axes: (len(axes), axes)
-        ):
-            result.append(_make_stage(config, axes, tuple(stages[stage, axes]), loads, cuts.traces))
-    return result, without_owner
+    # those with the fewest owners first: the others have more freedom to even out
+    for number, axes in sorted(placed, key=lambda key: (key[0], len(key[1]), key[1])):
+        tasks = tuple(placed[number, axes])
+        if axes:
+            result.append(_make_stage(config, axes, tasks, loads[number], traces))
+        else:
+            result.append(OwnedStage((), tasks, (), (), traces))
+    return result
 
 
 def _specs_of(layout: Layout, trace: Trace) -> dict[jex.Var, PartitionSpec]:
@@ -223,7 +246,7 @@ def _make_stage(
     owners = share_out(
         [tasks[i].cost for i, _ in units], numbers.shape[1], loads[numbers].max(axis=0)
     )
-    stage = OwnedStage(axes, tasks, (), units, tuple(owners), traces)
+    stage = OwnedStage(axes, tasks, units, tuple(owners), traces)
     add_loads(stage, numbers, loads)
     return stage
 
@@ -374,38 +397,30 @@ def _make_owned_task(
     """
     unit_trace, matches, blocks = (full_trace, None, 1) if cut is None else cut[1:]
     num_parts = _size(config, block_axes)
-
-    def transfer_of(var: jex.Var, *, large: bool) -> Transfer:
-        dim = None if matches is None else block_dim(var, matches, blocks)
-        unit = abstract_value(var if matches is None else matches[var])
-        dtype = np.dtype(unit.dtype)
-        sent = None
-        if large and not is_local:
-            sent = _sent_spec(config, var, specs.get(var), plans, dim, block_axes)
-        if sent is not None:
-            return Transfer(sent, True, unit.shape, dtype, dim)
-        local_spec = (
-            PartitionSpec(*[None] * dim, block_axes)
-            if dim is not None and num_parts > 1
-            else PartitionSpec()
-        )
-        return Transfer(local_spec, False, unit.shape, dtype, dim)
-
     min_elements = max(MIN_ELEMENTS, config.layout.min_shard_elements)
 
-    def is_large(var):
-        return math.prod(shape_of(var)) >= min_elements
-
-    reads = [*task.inputs, *task.small_inputs]
-
-    def unit_var(var):
+    def unit_var(var: jex.Var) -> jex.Var:
         return var if matches is None else matches[var]
 
+    def transfer_of(var: jex.Var) -> Transfer:
+        dim = None if matches is None else block_dim(var, matches, blocks)
+        unit = abstract_value(unit_var(var))
+        spec = None
+        if math.prod(shape_of(var)) >= min_elements and not is_local:
+            spec = _sent_spec(config, var, specs.get(var), plans, dim, block_axes)
+        is_sent = spec is not None
+        if spec is None:
+            spec = PartitionSpec()
+            if dim is not None and num_parts > 1:
+                spec = PartitionSpec(*[None] * dim, block_axes)
+        return Transfer(spec, is_sent, unit.shape, np.dtype(unit.dtype), dim)
+
+    reads = [*task.inputs, *task.small_inputs]
     input_vars = [unit_var(var) for var in reads]
     output_vars = [unit_var(var) for var in task.outputs]
     part = jaxpr_of_part(unit_trace, task.equations, input_vars, output_vars).replace(constvars=[])
-    inputs = tuple(transfer_of(var, large=is_large(var)) for var in reads)
-    outputs = tuple(transfer_of(var, large=is_large(var)) for var in task.outputs)
+    inputs = tuple(map(transfer_of, reads))
+    outputs = tuple(map(transfer_of, task.outputs))
     return OwnedTask(
         task=task,
         inputs=inputs,
@@ -442,27 +457,30 @@ def _sent_spec(
     if plan is not None:
         if plan.dim is None:
             return None
-        entries = [tuple(spec_axes((entry,))) for entry in plan.spec(sharded=True)]
+        entries = _entries(plan.spec(sharded=True))
     elif spec is not None and (dim is None or tuple(spec_axes((spec[dim],))) == block_axes):
-        entries = [tuple(spec_axes((entry,))) for entry in spec]
+        entries = _entries(spec)
     elif dim is not None:
         entries[dim] = block_axes
-
-    def can_shard(i: int, axis: str) -> bool:
-        return i != dim and shape[i] % (size_along(sizes, entries[i]) * sizes[axis]) == 0
-
     for axis in owner_axes(config):
-        if any(axis in entry for entry in entries):
+        if axis in spec_axes(entries):
             continue
-        # prefer a dim that is sharded already, then the longest dim
-        candidates = [i for i in range(len(shape)) if can_shard(i, axis)]
+        candidates = [
+            i
+            for i, entry in enumerate(entries)
+            if i != dim and shape[i] % (size_along(sizes, entry) * sizes[axis]) == 0
+        ]
         if not candidates:
             return None
+        # prefer a dim that is sharded already, then the longest dim
         best_dim = max(candidates, key=lambda i: (bool(set(entries[i]) - {"pipeline"}), shape[i]))
         entries[best_dim] = (*entries[best_dim], axis)
-    return PartitionSpec(
-        *(None if not entry else entry[0] if len(entry) == 1 else entry for entry in entries)
-    )
+    return PartitionSpec(*entries)
+
+
+def _entries(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    """Return the axes of each dim."""
+    return [tuple(spec_axes((entry,))) for entry in spec]
 
 
 def _flops(eqn: jex.JaxprEqn) -> float:

@@ -1,7 +1,7 @@
 """An update whose state is in host memory: blocks are copied to the device one at a time, and back."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from shardopt.matrices._owned_update import evaluate, retrace
 from shardopt.partition import Owners
 from shardopt.trace._jaxprs import shape_of
 from shardopt.trace._matrix_work import is_opaque
-from shardopt.trace._parts import Atom, Trace, abstract_value, part_of, slice_of
+from shardopt.trace._parts import Atom, Trace, abstract_value, part_of, slice_of, variables_of
 
 
 class Stream(NamedTuple):
@@ -101,33 +101,23 @@ def _streamed(
     grads, opt_state, params = args
     leaves, treedef = jax.tree.flatten(opt_state)
     on_device = [NamedSharding(config.mesh, spec) for spec in jax.tree.leaves(specs)]
-    streamed = set(stream.state)
-    host_state = {
-        i: jax.device_put(x, on_device[i].with_memory_kind(HOST))
-        for i, x in enumerate(leaves)
-        if i in streamed
-    }
+    host_state = [
+        jax.device_put(leaves[i], on_device[i].with_memory_kind(HOST)) for i in stream.state
+    ]
+    # the loop alone reads the state that is streamed
     device_state = [
-        None if i in streamed else jax.device_put(x, on_device[i]) for i, x in enumerate(leaves)
+        None if i in stream.state else jax.device_put(x, on_device[i]) for i, x in enumerate(leaves)
     ]
 
     grad_leaves = jax.tree.leaves(grads)
     jaxpr = stream.full_trace.jaxpr
     inputs = [*grad_leaves, *device_state, *jax.tree.leaves(params), extra_args.value]
-    values = dict(zip(jaxpr.constvars, stream.full_trace.consts, strict=True))
-    values |= {var: x for var, x in zip(jaxpr.invars, inputs, strict=True) if x is not None}
-    other_results = [
-        i
-        for i in range(len(jaxpr.outvars))
-        if i not in stream.updates and i - len(grad_leaves) not in streamed
-    ]
-    evaluate(
-        stream.full_trace,
-        values,
-        [*stream.shared_inputs, *(jaxpr.outvars[i] for i in other_results)],
-    )
-
+    variables = [*jaxpr.constvars, *jaxpr.invars]
+    values = dict(zip(variables, [*stream.full_trace.consts, *inputs], strict=True))
     loop_results = [*stream.updates, *(len(grad_leaves) + i for i in stream.state)]
+    other_results = {i: x for i, x in enumerate(jaxpr.outvars) if i not in loop_results}
+    evaluate(stream.full_trace, values, [*stream.shared_inputs, *other_results.values()])
+
     shardings_on_device = {jaxpr.invars[len(grad_leaves) + i]: on_device[i] for i in stream.state}
     starts = [_start_like(grad_leaves[i], abstract_value(jaxpr.outvars[i])) for i in stream.updates]
     loop_values = _loop(
@@ -135,16 +125,12 @@ def _streamed(
         values,
         shardings_on_device,
         starts,
-        [host_state[i] for i in stream.state],
-        _variables(jaxpr.outvars[i] for i in loop_results),
+        host_state,
+        variables_of(jaxpr.outvars[i] for i in loop_results),
     )
-
-    def read(atom):
-        return atom.val if isinstance(atom, jex.Literal) else values[atom]
-
-    results = {i: read(jaxpr.outvars[i]) for i in other_results} | dict(
-        zip(loop_results, loop_values, strict=True)
-    )
+    results = dict(zip(loop_results, loop_values, strict=True))
+    for i, atom in other_results.items():
+        results[i] = atom.val if isinstance(atom, jex.Literal) else values[atom]
     ordered = [results[i] for i in range(len(results))]
     updates = ordered[: len(grad_leaves)]
     new_state = ordered[len(grad_leaves) :]
@@ -219,7 +205,7 @@ class _BlockTraces(NamedTuple):
         updates = self.of_blocks(outvars[:count])
         state = self.of_blocks(outvars[count:])
         loop_indices = [*updates, *(count + i for i in state)]
-        loop_outputs = _variables(outvars[i] for i in loop_indices)
+        loop_outputs = variables_of(outvars[i] for i in loop_indices)
         if not self.is_streamable(loop_outputs, state):
             return None
         without_blocks = self.without_blocks()
@@ -273,11 +259,8 @@ def _loop(
         [stream.matches[var] for var in outputs],
     )
     shared_values = [values[var] for var in stream.shared_inputs]
-    device_inputs = [values[var] for var in stream.block_inputs if var not in state_index]
 
     def block(i: jax.Array, carried: list[jax.Array]) -> list[jax.Array]:
-        remaining_inputs = iter(device_inputs)
-
         def take(x):
             return jax.lax.dynamic_slice_in_dim(x, i, 1, 0)
 
@@ -285,7 +268,7 @@ def _loop(
             (
                 jax.device_put(take(carried[state_index[var]]), shardings_on_device[var])
                 if var in state_index
-                else take(next(remaining_inputs))
+                else take(values[var])
             )
             for var in stream.block_inputs
         ]
@@ -304,11 +287,6 @@ def _loop(
         ]
 
     return jax.lax.fori_loop(0, stream.blocks, block, [*starts, *host_state])
-
-
-def _variables(atoms: Iterable[Atom]) -> list[jex.Var]:
-    """Return the atoms that are variables."""
-    return [atom for atom in atoms if not isinstance(atom, jex.Literal)]
 
 
 def _start_like(grad: jax.Array, update: jax.ShapeDtypeStruct) -> jax.Array:

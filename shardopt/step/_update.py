@@ -37,7 +37,7 @@ def apply_update(
 
     Gradients and parameters are sharded like the optimizer state, so each device updates its own
     shard. If the state of whole matrices lives at owners, their gradients are sent there and their
-    updates sent back, see `owned_update`. The wrapped transformation sees global arrays, so norms,
+    updates sent back, see `OwnedUpdate`. The wrapped transformation sees global arrays, so norms,
     factored moments and orthogonalisation keep their meaning. It may call the loss of this batch at
     other parameters (line searches, sophia), or its gradient (sam).
     """

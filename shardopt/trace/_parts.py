@@ -70,7 +70,7 @@ def inlined(
             # and a trace without mesh lacks it.
             outputs = [read(eqn.invars[0])]
         else:
-            variables = [var for var in eqn.invars if not isinstance(var, jex.Literal)]
+            variables = variables_of(eqn.invars)
             outputs = part_of(Trace(jaxpr, consts, {}), {i}, variables, eqn.outvars)(
                 *map(read, variables)
             )
@@ -78,12 +78,17 @@ def inlined(
     return [read(var) for var in jaxpr.outvars]
 
 
+def variables_of(atoms: Iterable[Atom]) -> list[jex.Var]:
+    """Return the atoms that are variables."""
+    return [atom for atom in atoms if not isinstance(atom, jex.Literal)]
+
+
 def inputs_of(eqn: jex.JaxprEqn) -> KeysView[jex.Var]:
     """Return the variables that an equation reads, in its order.
 
     The hashes of variables differ between processes.
     """
-    return dict.fromkeys(var for var in eqn.invars if not isinstance(var, jex.Literal)).keys()
+    return dict.fromkeys(variables_of(eqn.invars)).keys()
 
 
 def slice_of(
@@ -94,7 +99,7 @@ def slice_of(
     """
     equations = set(extra)
     stops_read = {}
-    pending = [var for var in wanted if not isinstance(var, jex.Literal)]
+    pending = variables_of(wanted)
     pending += [var for i in equations for var in inputs_of(trace.jaxpr.eqns[i])]
     while pending:
         var = pending.pop()
