@@ -1,5 +1,6 @@
 """Schedules that a user writes: from tables of ticks, or from the order of passes of each stage."""
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -103,6 +104,10 @@ _ACTION = re.compile(r"([FBW])([0-9]{1,9})(?:\.([0-9]{1,9}))?")
 _WORD = re.compile(rf"\.|(?:{_ACTION.pattern})+")
 
 
+_Pass = tuple[str, int, int]
+"""The kind, virtual stage and micro-batch of a pass."""
+
+
 class _Action(NamedTuple):
     kind: str
     chunk: int
@@ -192,7 +197,7 @@ def _parse_orders(orders: Sequence[str]) -> list[list[_Action]]:
 
 
 def _check_complete(actions_by_stage: list[list[_Action]]) -> None:
-    all_actions = {action for actions in actions_by_stage for action in actions}
+    all_actions = [action for actions in actions_by_stage for action in actions]
     if not all_actions:
         raise value_error(
             f"orders must list something to do, got {plural(len(actions_by_stage), 'stage')}."
@@ -201,25 +206,18 @@ def _check_complete(actions_by_stage: list[list[_Action]]) -> None:
     chunks = 1 + max(action.chunk for action in all_actions)
     sizes = f"{plural(micro_batches, 'micro-batch')} in {plural(chunks, 'chunk')}"
     # too many are missing to list them all
-    if max(micro_batches, chunks) > sum(map(len, actions_by_stage)):
-        raise value_error(
-            f"orders list {plural(sum(map(len, actions_by_stage)), 'action')}, too few for {sizes}."
-        )
-    split = any(action.kind == "weight" for action in all_actions)
-    kinds = [kind for kind in LETTERS if split or kind != "weight"]
-    expected = [
-        _Action(kind, chunk, m)
-        for kind in kinds
-        for chunk in range(chunks)
-        for m in range(micro_batches)
-    ]
+    if max(micro_batches, chunks) > len(all_actions):
+        raise value_error(f"orders list {plural(len(all_actions), 'action')}, too few for {sizes}.")
+    needed = {"forward", "backward", *(action.kind for action in all_actions)}
+    kinds = [kind for kind in LETTERS if kind in needed]
+    expected = itertools.starmap(
+        _Action, itertools.product(kinds, range(chunks), range(micro_batches))
+    )
+    counts = [Counter(actions) for actions in actions_by_stage]
     faults = [
-        f"stage {stage} lists {action} {plural(count, 'time')}"
-        for stage, actions in enumerate(actions_by_stage)
-        for counts in [Counter(actions)]
-        for action in expected
-        for count in [counts[action]]
-        if count != 1
+        f"stage {stage} lists {action} {plural(count[action], 'time')}"
+        for (stage, count), action in itertools.product(enumerate(counts), expected)
+        if count[action] != 1
     ]
     if faults:
         problem = f"every stage must list {', '.join(kinds)} of {sizes} once."
@@ -230,19 +228,12 @@ def _run_as_early_as_possible(
     actions_by_stage: list[list[_Action]], stage_of_virtual: list[int], message_ticks: int
 ) -> dict[str, list[list[int]]]:
     """Return tables [V, M] of the tick of each action; a stage runs at most one action per tick."""
-    virtual = [
-        [v for v, stage_of_v in enumerate(stage_of_virtual) if stage_of_v == stage]
-        for stage in range(len(actions_by_stage))
-    ]
-    remaining = [
-        [(kind, virtual[s][chunk], m) for kind, chunk, m in reversed(actions)]
-        for s, actions in enumerate(actions_by_stage)
-    ]
-    ran_at: dict[tuple[str, int, int], int] = {}
+    remaining = _passes_in_reverse(actions_by_stage, stage_of_virtual)
+    ran_at: dict[_Pass, int] = {}
     tick = 0
     last_busy_tick = 0
 
-    def has_arrived(stage: int, input_pass: tuple[str, int, int] | None) -> bool:
+    def has_arrived(stage: int, input_pass: _Pass | None) -> bool:
         if input_pass is None:
             return True
         return input_pass in ran_at and tick >= ran_at[input_pass] + (
@@ -269,17 +260,31 @@ def _run_as_early_as_possible(
         for stage in ready:
             ran_at[remaining[stage].pop()] = last_busy_tick = tick
         tick += 1
+    return _tables(ran_at, len(stage_of_virtual))
+
+
+def _passes_in_reverse(
+    actions_by_stage: list[list[_Action]], stage_of_virtual: list[int]
+) -> list[list[_Pass]]:
+    """Return the passes of each stage, the last one first."""
+    passes = []
+    for stage, actions in enumerate(actions_by_stage):
+        virtual = [v for v, stage_of_v in enumerate(stage_of_virtual) if stage_of_v == stage]
+        passes.append([(kind, virtual[chunk], m) for kind, chunk, m in reversed(actions)])
+    return passes
+
+
+def _tables(ran_at: dict[_Pass, int], num_virtual_stages: int) -> dict[str, list[list[int]]]:
     num_micro_batches = 1 + max(m for _, _, m in ran_at)
-    kinds = {kind for kind, _, _ in ran_at}
     return {
         kind: [
             [ran_at[kind, v, m] for m in range(num_micro_batches)]
-            for v in range(len(stage_of_virtual))
+            for v in range(num_virtual_stages)
         ]
-        for kind in kinds
+        for kind in {kind for kind, _, _ in ran_at}
     }
 
 
-def _pass_text(pass_key: tuple[str, int, int]) -> str:
+def _pass_text(pass_key: _Pass) -> str:
     kind, v, m = pass_key
     return f"{kind} of micro-batch {m} at virtual stage {v}"
