@@ -76,10 +76,10 @@ class UserMesh(NamedTuple):
 
     def spec(self, spec: PartitionSpec) -> PartitionSpec:
         """Return a spec of roles as a spec of the user's axes, without axes of size 1."""
-        entries: list[str | tuple[str, ...] | None] = []
+        entries = []
         for entry in spec:
-            named = tuple(axis for role in spec_axes((entry,)) for axis in self._sharded_axes(role))
-            entries.append(named[0] if len(named) == 1 else named or None)
+            roles = spec_axes((entry,))
+            entries.append(tuple(axis for role in roles for axis in self._sharded_axes(role)))
         return PartitionSpec(*entries)
 
     def specs(self, specs: PyTree) -> PyTree:

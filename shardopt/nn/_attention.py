@@ -201,17 +201,18 @@ def attention(
     if kernel == "cudnn" and (softcap is not None or sinks is not None):
         kernel = "xla"
     if context_axes:
-        run_attention = _AttentionOverContext(context_axes, rule, implementation, method)
-    elif positions is not None:
-        run_attention = functools.partial(
-            ring_attention, ring_of((), 1, query.shape[1], rule, natural=False)
+        run_attention = _pad_values(
+            _AttentionOverContext(context_axes, rule, implementation, method)
         )
+    elif positions is not None:
+        ring = ring_of((), 1, query.shape[1], rule, natural=False)
+        run_attention = _pad_values(functools.partial(ring_attention, ring))
     elif kernel == "xla":
         return _plain_attention(query, key, value, marks, sinks, rule=rule)
     else:
         run_attention = _kernel(kernel, rule)
-    if context_axes or positions is not None or kernel == "cudnn":
-        run_attention = _pad_values(run_attention)
+        if kernel == "cudnn":
+            run_attention = _pad_values(run_attention)
     return _on_each_device(run_attention, query, key, value, marks, sinks)
 
 
@@ -565,14 +566,13 @@ def _on_each_device(
     auto_axes = not_manual_axes()
     if is_local():
         return run(query, key, value, marks, sinks)
-    row_axes = tuple(
-        axis
-        for role in ("replica", "data", "expert")
-        for axis in axes_of_role(role)
-        if axis in auto_axes
-    )
-    position_axes = tuple(axis for axis in axes_of_role(CONTEXT) if axis in auto_axes)
-    head_axes = tuple(axis for axis in axes_of_role(TENSOR) if axis in auto_axes)
+
+    def axes_of_roles(*roles: str) -> tuple[str, ...]:
+        return tuple(axis for role in roles for axis in axes_of_role(role) if axis in auto_axes)
+
+    row_axes = axes_of_roles("replica", "data", "expert")
+    position_axes = axes_of_roles(CONTEXT)
+    head_axes = axes_of_roles(TENSOR)
     for axes, count, counted, remedy in (
         (head_axes, key.shape[2], "heads of keys and values", "repeat them"),
         (position_axes, query.shape[1], "positions", "pad the rows"),
@@ -585,22 +585,15 @@ def _on_each_device(
             )
             sizes = sizes_that_divide(" x ".join(axes), [count])
             raise value_error(problem, fix=f"{remedy}, or choose {sizes}.")
-    spec = PartitionSpec(row_axes or None, position_axes or None, head_axes or None, None)
+    spec = PartitionSpec(row_axes, position_axes, head_axes, None)
     mark_specs = jax.tree.map(
-        lambda x: PartitionSpec(
-            (row_axes or None) if x.shape[0] == query.shape[0] else None, position_axes or None
-        ),
+        lambda x: PartitionSpec(row_axes if x.shape[0] == query.shape[0] else None, position_axes),
         marks,
     )
     # the queries of every device use a single head of keys and values
-    kv_spec = spec if key.shape[2] > 1 else PartitionSpec(row_axes or None, position_axes or None)
-    specs = (
-        spec,
-        kv_spec,
-        kv_spec,
-        mark_specs,
-        None if sinks is None else PartitionSpec(head_axes or None),
-    )
+    kv_spec = spec if key.shape[2] > 1 else PartitionSpec(row_axes, position_axes)
+    sinks_spec = None if sinks is None else PartitionSpec(head_axes)
+    specs = (spec, kv_spec, kv_spec, mark_specs, sinks_spec)
     region = jax.shard_map(
         run, in_specs=specs, out_specs=spec, axis_names=auto_axes, check_vma=False
     )

@@ -382,8 +382,7 @@ def _on_each_device(
         num_shards = size_along(sizes, tensor_axes)
         down_bias = inputs.weights["down_bias"] / num_shards
         inputs = inputs._replace(weights={**inputs.weights, "down_bias": down_bias})
-    token_spec = PartitionSpec(row_axes or None, context_axes or None, None)
-    row_spec = PartitionSpec(row_axes or None)
+    token_spec = PartitionSpec(row_axes, context_axes, None)
     axes_of_region = _Axes(axes if travels else expert_axes, tensor_axes)
 
     def region(*arrays: Any) -> tuple[Array, RouterStatistics]:
@@ -395,7 +394,7 @@ def _on_each_device(
     y, statistics = jax.shard_map(
         region,
         in_specs=(specs, token_spec, PartitionSpec(), PartitionSpec(), PartitionSpec()),
-        out_specs=(PartitionSpec(tensor_axes or None, *token_spec), row_spec),
+        out_specs=(PartitionSpec(tensor_axes, *token_spec), PartitionSpec(row_axes)),
         axis_names=auto_axes,
         check_vma=False,
     )(*inputs)
@@ -483,12 +482,11 @@ def _weight_specs(
     weights: Weights, expert_axes: tuple[str, ...], tensor_axes: tuple[str, ...]
 ) -> dict[str, PartitionSpec]:
     """Return how the region shards each weight: experts, and hidden units."""
-    experts = expert_axes or None
-    hidden = tensor_axes or None
     specs = {
-        "down": PartitionSpec(experts, hidden, None),
-        "down_bias": PartitionSpec(experts),
-        "gate_bias": PartitionSpec(experts, hidden),
-        "up_bias": PartitionSpec(experts, hidden),
+        "down": PartitionSpec(expert_axes, tensor_axes, None),
+        "down_bias": PartitionSpec(expert_axes),
+        "gate_bias": PartitionSpec(expert_axes, tensor_axes),
+        "up_bias": PartitionSpec(expert_axes, tensor_axes),
     }
-    return {name: specs.get(name, PartitionSpec(experts, None, hidden)) for name in weights}
+    default = PartitionSpec(expert_axes, None, tensor_axes)
+    return {name: specs.get(name, default) for name in weights}

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from shardopt.core import PyTree, calling, check_count, leaves_with_paths, value_error
-from shardopt.mesh import is_analysed, manual_context_axes
+from shardopt.mesh import is_analysed, manual_context_axes, spec_axes
 from shardopt.trace._marks import POSITIONS, marked
 
 CONTEXT = "context"
@@ -121,27 +121,15 @@ def zigzag(
     """
     if order not in get_args(Order):
         raise value_error(f"unknown order {order!r}.", fix="use 'zigzag' or 'striped'.")
-    axes = (axis,) if isinstance(axis, str) else axis
-    num_devices = int(np.prod([mesh.shape.get(name, 1) for name in axes]))
-    pieces = 2 * num_devices if order == "zigzag" else num_devices
-    leaves_with_positions = [
-        (path, leaf) for path, leaf in leaves_with_paths(batch) if np.ndim(leaf) > 1
-    ]
+    num_devices = math.prod(mesh.shape.get(name, 1) for name in spec_axes([axis]))
+    leaves_with_positions = {
+        path: leaf for path, leaf in leaves_with_paths(batch) if np.ndim(leaf) > 1
+    }
     if not leaves_with_positions:
         raise value_error("no leaf has a dim of positions.", fix="give arrays [B, T, ...].")
     if num_devices == 1:
         return batch
-    bad_leaves = [
-        f"{path or 'batch'}: shape {leaf.shape}"
-        for path, leaf in leaves_with_positions
-        if leaf.shape[1] % pieces
-    ]
-    if bad_leaves:
-        problem = (
-            f"{order} over {num_devices} devices needs a number of positions (dim 1) divisible by"
-            f" {pieces}."
-        )
-        raise value_error(problem, bad_leaves, f"pad the rows to a multiple of {pieces}.")
+    _check_lengths(leaves_with_positions, order, num_devices)
 
     def permute(leaf: Any) -> Any:
         if np.ndim(leaf) < 2:
@@ -152,14 +140,29 @@ def zigzag(
     result = jax.tree.map(permute, batch)
     if inverse or not isinstance(batch, dict) or "order" in batch:
         return result
-    shapes = {leaf.shape[:2] for _, leaf in leaves_with_positions}
+    shapes = {leaf.shape[:2] for leaf in leaves_with_positions.values()}
     if len(shapes) > 1:
-        listed = [f"{path}: shape {leaf.shape}" for path, leaf in leaves_with_positions]
+        listed = [f"{path}: shape {leaf.shape}" for path, leaf in leaves_with_positions.items()]
         problem = "leaves have rows of several lengths, so that one order does not fit all."
         raise value_error(problem, listed, "add 'order' [B, T] to the batch yourself.")
     rows, length = shapes.pop()
     order_of_positions = _permutation(length, num_devices, order).astype(np.int32)
     return {**result, "order": np.tile(order_of_positions, (rows, 1))}
+
+
+def _check_lengths(leaves: dict[str, Any], order: str, num_devices: int) -> None:
+    pieces = 2 * num_devices if order == "zigzag" else num_devices
+    bad_leaves = [
+        f"{path or 'batch'}: shape {leaf.shape}"
+        for path, leaf in leaves.items()
+        if leaf.shape[1] % pieces
+    ]
+    if bad_leaves:
+        problem = (
+            f"{order} over {num_devices} devices needs a number of positions (dim 1) divisible by"
+            f" {pieces}."
+        )
+        raise value_error(problem, bad_leaves, f"pad the rows to a multiple of {pieces}.")
 
 
 def _permutation(length: int, num_devices: int, order: str) -> np.ndarray:

@@ -47,7 +47,7 @@ def owned_by_blocks(plan: LeafPlan, sizes: Mapping[str, int], *, scattered: bool
     if plan.shape[0] % size_along(sizes, axes):
         return plan
     block_entries = [None if entry in axes else entry for entry in plan.spec(sharded=False)[1:]]
-    owner_spec = PartitionSpec(axes[0] if len(axes) == 1 else axes, *block_entries)
+    owner_spec = PartitionSpec(axes, *block_entries)
     return dataclasses.replace(
         plan, owned=owner_spec, dim=0 if scattered and not plan.pipelined else plan.dim
     )
