@@ -79,20 +79,11 @@ def _readers(traced: ClosedJaxpr, of_rounded: Sequence[bool]) -> list[str]:
             return results
         if kind in _PASSES or (kind == "convert_element_type" and _keeps_numbers(eqn)):
             return operands
-        if kind == "cond" and not operands[0]:
-            return walk.branches(eqns, operands[1:])
-        if kind == "scan" and not any(scan_parts(eqn, operands)[2]):
-            carry, stacked = walk.loop([eqn.params["jaxpr"]], *scan_parts(eqn, operands))
-            return [*carry, *stacked]
-        if kind == "while" and not any(operands[: eqn.params["cond_nconsts"]]):
-            _, consts, carry = while_parts(eqn, operands)
-            carry, _ = walk.loop([eqn.params["body_jaxpr"]], consts, carry)
-            if not any(carry):  # the condition reads the carry
-                return results
-        called = walk.call(eqns, operands) if kind not in ("cond", "scan", "while") else None
-        if called is None:
+        inner = _inside(walk, eqns, operands)
+        if inner is None:
             readers[kind] = None
-        return results if called is None else called
+            return results
+        return inner
 
     def nothing(_: Sequence[Any]) -> bool:
         return False
@@ -103,6 +94,30 @@ def _readers(traced: ClosedJaxpr, of_rounded: Sequence[bool]) -> list[str]:
     if any(walk.follow([traced], of_rounded)):
         readers["the result of the block"] = None
     return list(readers)
+
+
+def _inside(walk: Walk[bool], eqns: Equations, operands: list[bool]) -> list[bool] | None:
+    """Return which results of a call, branch or loop are of rounded weights.
+
+    None if the equation itself reads one.
+    """
+    (eqn,) = eqns
+    kind = eqn.primitive.name
+    if kind == "cond":
+        return None if operands[0] else walk.branches(eqns, operands[1:])
+    if kind == "scan":
+        parts = scan_parts(eqn, operands)
+        if any(parts[2]):  # a turn reads a slice of it
+            return None
+        carry, stacked = walk.loop([eqn.params["jaxpr"]], *parts)
+        return [*carry, *stacked]
+    if kind == "while":
+        condition_consts, consts, carry = while_parts(eqn, operands)
+        if any(condition_consts):
+            return None
+        carry, _ = walk.loop([eqn.params["body_jaxpr"]], consts, carry)
+        return None if any(carry) else carry  # the condition reads the carry
+    return walk.call(eqns, operands)
 
 
 def _keeps_numbers(cast: JaxprEqn) -> bool:
