@@ -203,7 +203,7 @@ def _in_order(
     placed: dict[tuple[int, tuple[str, ...]], list[OwnedTask]],
     traces: dict[CutLeaves, Trace],
 ) -> list[OwnedStage]:
-    """Return the tasks of each number and axes of owners as a stage; those without axes are local."""
+    """Return the stages in the order of their numbers; tasks without axes of owners are local."""
     loads = {number: np.zeros(_size(config, owner_axes(config))) for number, _ in placed}
     result = []
     # those with the fewest owners first: the others have more freedom to even out
