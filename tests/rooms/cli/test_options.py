@@ -157,7 +157,7 @@ def test_lr_is_the_short_word_for_the_learning_rate(command):
 
 @pytest.mark.parametrize(
     "words",
-    [(), ("trian",), ("plam",), ("train", "--strategy", "zero4"), ("train", "--setps", "3")],
+    [(), ("trian",), ("plam",), ("train", "--strategy", "zero4")],
 )
 def test_words_that_are_no_options_exit_with_2(capsys, words):
     code, _ = exit_of(capsys, *words)
