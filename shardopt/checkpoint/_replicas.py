@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.checkpoint._store import Leaf, StoredLeaves, describe, dtype_of
-from shardopt.checkpoint._tree import LeafPath, escape, leaves_by_path, show
+from shardopt.checkpoint._tree import LeafPath, leaves_by_path, path_of, show
 from shardopt.core import CheckpointError, PyTree, error_text, merge_replicas, with_leaves
 from shardopt.local_updates._state import PerReplica, ReplicaStates
 from shardopt.mesh import size_along, spec_axes
@@ -153,10 +153,7 @@ def _kinds(wanted: PyTree) -> dict[LeafPath, str]:
         for keys, node in jax.tree_util.tree_leaves_with_path(
             tree, is_leaf=lambda x: isinstance(x, _NODES)
         ):
-            node_path = (
-                *path,
-                *(escape(jax.tree_util.keystr((key,), simple=True)) for key in keys),
-            )
+            node_path = (*path, *path_of(keys))
             if isinstance(node, _NODES):
                 for name, child in node._asdict().items():
                     visit((*node_path, name), child, _kind_of(node, name, kind))

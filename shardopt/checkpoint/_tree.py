@@ -24,6 +24,11 @@ LeafPath = tuple[str, ...]
 """The escaped names from the root to a leaf."""
 
 
+def path_of(keys: jax.tree_util.KeyPath) -> LeafPath:
+    """Return the path of a leaf, from its keys."""
+    return tuple(escape(jax.tree_util.keystr((key,), simple=True)) for key in keys)
+
+
 def leaves_by_path(tree: PyTree) -> dict[LeafPath, Any]:
     """Return the leaves of a tree by path, in the order of `jax.tree.leaves`.
 
@@ -34,7 +39,7 @@ def leaves_by_path(tree: PyTree) -> dict[LeafPath, Any]:
     leaves: dict[LeafPath, Any] = {}
     clashes = []
     for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        path = tuple(escape(jax.tree_util.keystr((key,), simple=True)) for key in keys)
+        path = path_of(keys)
         if path in leaves:
             clashes.append(show(path))
         leaves[path] = leaf
@@ -56,7 +61,7 @@ def type_names(tree: PyTree) -> dict[LeafPath, str]:
     for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_named_tuple):
         if not _is_named_tuple(node):
             continue
-        path = tuple(escape(jax.tree_util.keystr((key,), simple=True)) for key in keys)
+        path = path_of(keys)
         names[path] = type(node).__name__
         for field, child in node._asdict().items():
             inner = type_names(child)

@@ -14,8 +14,8 @@ import jax
 from jax.sharding import PartitionSpec
 
 from shardopt.collectives import LeafWire
-from shardopt.core import Metric, PyTree, Weighted
-from shardopt.core._loss_parts import Gradients, LossParts
+from shardopt.core import PyTree, Weighted
+from shardopt.core._loss_parts import Gradients, LossParts, StepMetrics
 from shardopt.core._rounding import Rounding
 from shardopt.partition import LeafPlan, Owners
 from shardopt.partition._counts import Counts
@@ -69,7 +69,7 @@ class DeviceLoss(Protocol):
         ...
 
 
-LossFunction = Callable[..., tuple[jax.Array, dict[str, jax.Array | Metric]]]
+LossFunction = Callable[..., tuple[jax.Array, StepMetrics]]
 """`loss(params, batch, step=None, rng=None) -> (loss, metrics)` of the union batch."""
 
 

@@ -8,6 +8,9 @@ import jax
 
 from shardopt.core._types import Metric, PyTree, Weighted
 
+StepMetrics = dict[str, jax.Array | Metric]
+"""Metrics by name, with their kinds."""
+
 
 class Gradients(NamedTuple):
     """The gradient, loss and metrics of one global batch.
@@ -24,7 +27,7 @@ class Gradients(NamedTuple):
 
     grads: PyTree
     loss: jax.Array
-    metrics: dict[str, jax.Array | Metric]
+    metrics: StepMetrics
     updates: dict[str, jax.Array]
     reducer: PyTree = None
     sums: jax.Array | None = None
@@ -45,7 +48,7 @@ class LossParts(NamedTuple):
     metrics: dict[str, Metric]
     updates: dict[str, jax.Array]
 
-    def divided(self) -> tuple[jax.Array, dict[str, jax.Array | Metric]]:
+    def divided(self) -> tuple[jax.Array, StepMetrics]:
         """Return the loss and metrics: totals divided by weights.
 
         `Sum`, `Max` and `Min` are not changed.

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.config._sync import SyncConfig
-from shardopt.core import Max, Metric, Min, PyTree, Sum, TrainState, format_error
-from shardopt.core._loss_parts import Gradients
+from shardopt.core import Max, Min, PyTree, Sum, TrainState, format_error
+from shardopt.core._loss_parts import Gradients, StepMetrics
 from shardopt.local_updates._outer_step import (
     Leaves,
     OuterStep,
@@ -210,9 +210,7 @@ class _VariantStep:
         """Whether one loss of the whole batch is computed: in the warm-up all replicas are equal."""
         return self.variant.warm and self.config.loss.view == "global"
 
-    def step(
-        self, state: TrainState, batch: PyTree
-    ) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
+    def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, StepMetrics]:
         """Send, train each replica for a step, and apply, as the variant says."""
         config = self.config
         layout = self.local_layout.layout

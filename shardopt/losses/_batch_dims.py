@@ -21,6 +21,9 @@ FIX_ROWS = (
 )
 """The remedy if leaves do not agree on a number of rows, for messages."""
 
+CutBatch = tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]
+"""The leaves with rows as pieces [pieces, ...], and a function that assembles a batch of one piece."""
+
 
 def row_dim(config: StrategyConfig, path: str, ndim: int) -> int | None:
     """Return the dim of a batch leaf that counts rows.
@@ -87,7 +90,7 @@ def map_rows(
 
 def cut_batch(
     config: StrategyConfig, cut: Callable[[jax.Array, str, int], jax.Array], batch: PyTree
-) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
+) -> CutBatch:
     """Return the leaves with rows cut into pieces [pieces, ...], and a function that assembles a
     batch.
 

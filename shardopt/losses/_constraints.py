@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardopt.config._config import StrategyConfig
 from shardopt.core import PyTree, is_inexact
-from shardopt.losses._batch_dims import cut_batch, leaf_spec, num_rows, sequence_lengths
+from shardopt.losses._batch_dims import CutBatch, cut_batch, leaf_spec, num_rows, sequence_lengths
 from shardopt.partition import LeafPlan
 from shardopt.trace._marks import GATHERED
 
@@ -107,9 +107,7 @@ def shard_activations(
     return run_constrained
 
 
-def cut_rows(
-    config: StrategyConfig, batch: PyTree, count: int
-) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
+def cut_rows(config: StrategyConfig, batch: PyTree, count: int) -> CutBatch:
     """Return the rows as micro-batches, each a part of the rows of every device, as
     `micro_batches.cut` cuts them.
     """
@@ -129,9 +127,7 @@ def cut_rows(
     return cut_batch(config, cut, batch)
 
 
-def cut_by_replica(
-    config: StrategyConfig, batch: PyTree
-) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
+def cut_by_replica(config: StrategyConfig, batch: PyTree) -> CutBatch:
     """Return the rows of each replica, [replicas, ...], placed on the devices of that replica.
 
     See `cut_batch`.

@@ -24,14 +24,12 @@ from shardopt.core import (
 )
 from shardopt.core._loss_parts import LossParts
 from shardopt.core._rounding import Rounding
-from shardopt.losses._batch_dims import cut_batch
+from shardopt.losses._batch_dims import CutBatch, cut_batch
 from shardopt.losses._metrics import adds_up, combined, extreme_over
 from shardopt.partition import LeafPlan
 
 
-def cut(
-    config: StrategyConfig, batch: PyTree, count: int
-) -> tuple[list[jax.Array], Callable[..., PyTree]]:
+def cut(config: StrategyConfig, batch: PyTree, count: int) -> CutBatch:
     """Return the rows [..., rows, ...] as micro-batches [count, ..., rows / count, ...], as
     `cut_batch` does.
     """
@@ -50,7 +48,7 @@ def accumulate(
     count: int,
     constrain_sums: Callable[[list[jax.Array]], list[jax.Array]],
     sum_weights: Callable[[], Sequence[jax.Array]],
-    cut: Callable[[PyTree, int], tuple[list[jax.Array], Callable[..., PyTree]]],
+    cut: Callable[[PyTree, int], CutBatch],
 ) -> tuple[list[jax.Array], LossParts]:
     """Sum gradients over micro-batches in a scan, in fp32 at least.
 
@@ -87,8 +85,10 @@ def accumulate(
     micro_batches = leaves, numbers(count)
     grad_shapes, part_shapes = jax.eval_shape(run, *jax.tree.map(lambda x: x[0], micro_batches))
     weights = [sum_weights()] if isinstance(part_shapes.loss.weight, tuple) else []
+    # before the loop as well as in it: the carry of a scan keeps one sharding
     zeros = constrain_sums(wide_zeros(grad_shapes))
     sums, parts = jax.lax.scan(body, zeros, micro_batches)
+    # in the dtype of one micro-batch, so that the reduction sends as many bytes as for one
     return [total.astype(grad.dtype) for total, grad in zip(sums, grad_shapes, strict=True)], parts
 
 
@@ -96,7 +96,7 @@ def parts_of_micro_batches(
     run_micro_batch: Callable[[PyTree, jax.Array], LossParts],
     batch: PyTree,
     count: int,
-    cut: Callable[[PyTree, int], tuple[list[jax.Array], Callable[..., PyTree]]],
+    cut: Callable[[PyTree, int], CutBatch],
 ) -> LossParts:
     """Return the loss parts of each micro-batch, [count, ...].
 
@@ -170,6 +170,7 @@ def sum_parts(parts: LossParts, axes: AxisTable) -> LossParts:
         if is_key(value):
             return _first_key(value[0], axes)
         if axes.stages:
+            # all stages but one have zeros
             summable = value.astype(jnp.int32) if value.dtype == bool else value
             (total,) = all_reduce([summable], axes.stages)
             value = total.astype(value.dtype)

@@ -18,6 +18,7 @@ from shardopt.core import (
     leaves_with_paths,
     wide_dtype,
 )
+from shardopt.core._loss_parts import StepMetrics
 from shardopt.losses._metrics import combined
 from shardopt.parameter_server._run import WorkerCompute
 from shardopt.parameter_server._updates import Update, finiteness, replace_trained, trained
@@ -25,8 +26,6 @@ from shardopt.parameter_server._worker import Streams, WorkerCompressors, to_dev
 from shardopt.partition._rules import matches
 from shardopt.step._inputs import put
 from shardopt.step._optimizer import ShardedOptimizer
-
-StepMetrics = dict[str, jax.Array | Metric]
 
 
 class Island:

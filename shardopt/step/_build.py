@@ -13,7 +13,8 @@ from shardopt.config._check import check_config
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._slots import StepSlots
-from shardopt.core import Metric, PyTree, TrainState
+from shardopt.core import PyTree, TrainState
+from shardopt.core._loss_parts import StepMetrics
 from shardopt.core._tracebacks import api_boundary
 from shardopt.losses._metrics import values
 from shardopt.losses._view import Views
@@ -101,9 +102,7 @@ class TrainFn(BatchFn):
         return state, values(metrics)
 
     @api_boundary
-    def with_kinds(
-        self, state: TrainState, batch: PyTree
-    ) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
+    def with_kinds(self, state: TrainState, batch: PyTree) -> tuple[TrainState, StepMetrics]:
         """Take a step and return metrics with their kinds, `Sum`, `Max` or `Min`."""
         result = self.repeats.take(state, batch)
         if result is not None:

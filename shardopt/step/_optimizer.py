@@ -9,7 +9,8 @@ from jax.sharding import Mesh
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._recipe import Recipe
-from shardopt.core import Metric, PyTree, TrainState, format_error, type_error
+from shardopt.core import PyTree, TrainState, format_error, type_error
+from shardopt.core._loss_parts import StepMetrics
 from shardopt.step._global_rows import rows_of
 from shardopt.step._norms import Norms
 
@@ -47,9 +48,7 @@ class StepFn(Protocol):
         """The checks of a state and a batch: the view of the loss, and the placed batch."""
         ...
 
-    def with_kinds(
-        self, state: TrainState, batch: PyTree
-    ) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
+    def with_kinds(self, state: TrainState, batch: PyTree) -> tuple[TrainState, StepMetrics]:
         """Take a step and return metrics with their kinds, `Sum`, `Max` or `Min`, so that they can
         be combined with others.
         """

@@ -2,10 +2,8 @@
 
 from typing import NamedTuple
 
-import jax
-
-from shardopt.core import Metric, PyTree, TrainState
-from shardopt.core._loss_parts import Gradients
+from shardopt.core import PyTree, TrainState
+from shardopt.core._loss_parts import Gradients, StepMetrics
 
 
 class Change(NamedTuple):
@@ -47,6 +45,6 @@ class TakenStep(NamedTuple):
     """
 
     state: TrainState
-    metrics: dict[str, jax.Array | Metric]
+    metrics: StepMetrics
     gradients: Gradients
     update: AppliedUpdate

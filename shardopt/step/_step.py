@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.config._offload import on_host
-from shardopt.core import Metric, PyTree, TrainState
-from shardopt.core._loss_parts import Gradients
+from shardopt.core import PyTree, TrainState
+from shardopt.core._loss_parts import Gradients, StepMetrics
 from shardopt.step._aliases import DonatedState
 from shardopt.step._compile import make_program
 from shardopt.step._norms import Norms, norms_of
@@ -41,13 +41,11 @@ def compile_step(
     replicated = config.home.shardings(PartitionSpec())
     donated = DonatedState(config.mesh)
 
-    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
+    def step(state: TrainState, batch: PyTree) -> tuple[TrainState, StepMetrics]:
         taken = take_step(state, batch)
         return taken.state, report(taken)
 
-    def step_with_norms(
-        state: TrainState, batch: PyTree
-    ) -> tuple[TrainState, dict[str, jax.Array | Metric], Norms]:
+    def step_with_norms(state: TrainState, batch: PyTree) -> tuple[TrainState, StepMetrics, Norms]:
         taken = take_step(state, batch)
         return taken.state, taken.metrics, norms_of(config, layout, taken.update.change)
 
@@ -92,9 +90,7 @@ def make_step(config: StrategyConfig, layout: Layout) -> Callable[[TrainState, P
     return step
 
 
-def metrics_of(
-    config: StrategyConfig, layout: Layout, gradients: Gradients
-) -> dict[str, jax.Array | Metric]:
+def metrics_of(config: StrategyConfig, layout: Layout, gradients: Gradients) -> StepMetrics:
     """Return the metrics of a step: the loss, the norm of the gradient, and the metrics that the
     loss returns.
     """
