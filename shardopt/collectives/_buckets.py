@@ -102,7 +102,7 @@ def all_reduce_buckets(xs: Sequence[jax.Array], axes: tuple[str, ...]) -> list[j
         parts = jnp.split(sums, split_points([x.size for x in bucket]))
         return [part.reshape(x.shape) for part, x in zip(parts, bucket, strict=True)]
 
-    limit = BUCKET_BYTES if jax.process_count() > 1 else 0
+    limit = BUCKET_BYTES if jax.process_count() > 1 else 0  # 0: each leaf is a bucket
     parts, join = real_parts(xs)
     return join(
         _move_in_buckets(
@@ -145,6 +145,7 @@ def _move_in_buckets(
 
     Except on CPU, move each leaf separately.
     """
+    # a leaf without elements is in no bucket, but its shape changes as that of the others
     results = [move_leaf(x, dim) if not x.size else x for x, dim in zip(xs, dims, strict=True)]
     nbytes = [x.size * x.dtype.itemsize for x in xs]
     dtypes = [x.dtype for x in xs]

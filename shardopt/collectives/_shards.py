@@ -79,6 +79,7 @@ def all_gather(
         return replaced([None] * len(stored), differentiable, sums), limbs
 
     run = jax.custom_vjp(forward)
+    # no residuals: a gather is linear, and the gradient of a form reads the cotangent alone
     run.defvjp(lambda xs, probe: (forward(xs, probe), None), backward)
     return run(list(leaves), probe)
 
@@ -134,6 +135,7 @@ def reduce_scatter(
     """
     sent = [wire.scattered(x) for x, wire in zip(leaves, wires, strict=True)]
     as_bits = [wire.sends_bits(x) for x, wire in zip(sent, wires, strict=True)]
+    # two rounds: in each, the leaves of the other round have no dim, and stay as they are
     for scatter, bits in ((psum_scatter, False), (_reduce_scatter_bits, True)):
         chosen = [
             wire if leaf_bits is bits else wire._replace(dim=None)

@@ -513,7 +513,8 @@ def _plan_of_moment(
     sizes: Mapping[str, int],
 ) -> LeafPlan | None:
     """Return the plan of the parameter whose shape a leaf of the state has, or has more coarsely."""
-    for start in range(len(path) + 1):  # the longest ending first
+    # the longest ending first: "kernel" may be a parameter next to "head/kernel"
+    for start in range(len(path) + 1):
         plan = plans.get(path[start:])
         if plan is not None and (plan.shape == shape or _is_coarser(shape, plan, sharded, sizes)):
             return plan

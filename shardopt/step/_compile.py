@@ -76,7 +76,7 @@ class AotCompiled:
                     self.config.check(compiled, lowered)
             self._compiled[signature] = compiled
         if self.donated is not None:
-            take_back_turn()
+            take_back_turn()  # the program takes the memory of the state: no thread may save it now
             args = (self.donated.distinct(args[0], state_leaves, leaves), *args[1:])
         # jit can locate the NaN, a compiled program cannot
         if checks_numbers():

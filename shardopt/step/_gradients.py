@@ -73,7 +73,9 @@ class PerDeviceView:
             sums = None
             if config.sums:
                 sums = from_limbs(grads.pop()) + checksum_of(jax.tree.leaves(parts.loss))
+                # a dim for each axis, so that each device keeps its own sum for the comparison
                 sums = sums.reshape(*[1 for _ in per_device_axes], 2)
+            # before the gradients, which are divided by the weight of all pieces
             parts = sum_parts(parts, config.axes)
             stored_order = functools.partial(self.device_loss.stored_order, config, layout)
             grads, reducer_state = reduce(
@@ -187,6 +189,8 @@ def _sum_over_devices(
     all-reduce over the others.
     """
     sharded = config.placement
+    # ZeRO 1 scatters here, once for all micro-batches. ZeRO 2 does so in `_MicroBatches.run`, and
+    # ZeRO 3 in the backward pass of its gathers.
     if sharded.opt_state and not sharded.grads:
         grads = reduce_scatter_grads(config.wire, grads, layout.trained)
 
