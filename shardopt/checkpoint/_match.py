@@ -459,13 +459,11 @@ def _other_sources(
         for path in {*old_paths, *new_paths}
         if path[0] == OPT_STATE and _split(path, 1, params)[2] is None
     }
-    keeps_numbers = all(
-        path in old_paths and path in new_paths and fits(path, path) for path in numbered
-    )
-    return {
-        path: path
-        for path in new_paths
-        if path in old_paths
-        and (path[0] != OPT_STATE or fits(path, path))
-        and (keeps_numbers or path not in numbered)
+    restored = {
+        path
+        for path in old_paths.intersection(new_paths)
+        if path[0] != OPT_STATE or fits(path, path)
     }
+    if not numbered <= restored:
+        restored -= numbered
+    return {path: path for path in new_paths if path in restored}

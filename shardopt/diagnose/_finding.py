@@ -101,19 +101,7 @@ def finding_of(
     became_nan = ""
     if origin is not None and first is not origin and origin.eqn is not None:
         became_nan = f"{origin.eqn.primitive.name}, {_line_of(origin.eqn)}"
-    operation = ""
-    line = ""
-    leaf = None
-    if first is not None and first.eqn is not None:
-        operation = first.eqn.primitive.name
-        line = _line_of(first.eqn)
-        leaf = first.leaf
-    elif first is not None and first.argument is not None:
-        operation = "argument"
-        leaf = first.argument
-    elif first is not None:
-        operation = "constant"
-        leaf = first.leaf
+    operation, line, leaf = _place_of(first)
     rows_of_share = max(1, num_rows // config.axes.num_row_shares)
     place = rows[0] % rows_of_share if rows else 0
     return NonFinite(
@@ -130,6 +118,17 @@ def finding_of(
         devices=_devices_of(config, rows[0], num_rows) if rows else (),
         micro_batch=place * config.loss.micro_batches // rows_of_share,
     )
+
+
+def _place_of(origin: Origin | None) -> tuple[str, str, int | None]:
+    """Return the operation that made a value, its line, and the index of the leaf read before it."""
+    if origin is None:
+        return "", "", None
+    if origin.eqn is not None:
+        return origin.eqn.primitive.name, _line_of(origin.eqn), origin.leaf
+    if origin.argument is not None:
+        return "argument", "", origin.argument
+    return "constant", "", origin.leaf
 
 
 def _devices_of(config: StrategyConfig, row: int, num_rows: int) -> tuple[Any, ...]:

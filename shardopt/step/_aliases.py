@@ -89,20 +89,14 @@ class DonatedState:
             ]
         self._know(other_arrays)
         sizes = {_shard_bytes(leaf) for leaf in [*new_leaves, *other_arrays]}
-        holders = other_arrays if sizes.intersection(self._sizes) else []
-        taken_addresses = {address for leaf in holders for address in _addresses(leaf)}
-        shared_indices: list[int] = []
-        for i, size in enumerate(self._sizes):
-            if size in sizes:
-                addresses = _addresses(leaves[i])
-                if not taken_addresses.isdisjoint(addresses):
-                    shared_indices.append(i)
-                taken_addresses.update(addresses)
-        if not shared_indices:
+        # only arrays of one size can be one buffer, and an address costs more to read than a size
+        suspects = [i for i, size in enumerate(self._sizes) if size in sizes]
+        if not suspects:
             return state
-        copies = dict(
-            zip(shared_indices, self._copied([leaves[i] for i in shared_indices]), strict=True)
-        )
+        shared_leaves = _sharing(leaves, suspects, other_arrays)
+        if not shared_leaves:
+            return state
+        copies = dict(zip(shared_leaves, self._copied([*shared_leaves.values()]), strict=True))
         return with_leaves(state, [copies.get(i, leaf) for i, leaf in enumerate(leaves)])
 
     def _is_known(self, array: jax.Array) -> bool:
@@ -127,6 +121,20 @@ class DonatedState:
 @functools.lru_cache(maxsize=8)
 def _copy_program(mesh: Mesh, shardings: tuple[Sharding, ...]) -> jax.stages.Wrapped:
     return jax.jit(on_mesh(mesh, copied), out_shardings=list(shardings))
+
+
+def _sharing(
+    leaves: Sequence[jax.Array], suspects: Sequence[int], other_arrays: Sequence[jax.Array]
+) -> dict[int, jax.Array]:
+    """Return the suspects that share memory with another array, or with a suspect before them."""
+    taken_addresses = {address for array in other_arrays for address in _addresses(array)}
+    shared_leaves = {}
+    for i in suspects:
+        addresses = _addresses(leaves[i])
+        if not taken_addresses.isdisjoint(addresses):
+            shared_leaves[i] = leaves[i]
+        taken_addresses.update(addresses)
+    return shared_leaves
 
 
 def _shard_bytes(leaf: jax.Array | np.ndarray) -> int:

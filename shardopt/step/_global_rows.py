@@ -7,11 +7,10 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
-import numpy as np
 
 from shardopt.config._config import StrategyConfig
-from shardopt.core import PyTree, leaves_with_paths
-from shardopt.losses._batch_dims import row_dim
+from shardopt.core import PyTree
+from shardopt.losses._batch_dims import row_dims
 from shardopt.step._batches import as_arrays
 
 if TYPE_CHECKING:
@@ -88,13 +87,10 @@ class RowsOfOne:
         return map(self.join, batches)
 
 
-def leaves_with_rows(config: StrategyConfig, batch: PyTree) -> list[Any]:
-    """Return the leaves of a batch that have rows."""
-    return [
-        leaf
-        for path, leaf in leaves_with_paths(batch)
-        if row_dim(config, path, np.ndim(leaf)) is not None
-    ]
+def leaves_with_rows(config: StrategyConfig, batch: PyTree) -> list[tuple[Any, int]]:
+    """Return the leaves of a batch that have rows, each with the dim that counts them."""
+    leaves_and_dims = zip(jax.tree.leaves(batch), row_dims(config, batch), strict=True)
+    return [(leaf, dim) for leaf, dim in leaves_and_dims if dim is not None]
 
 
 def rows_of(config: StrategyConfig, caller: str) -> Rows:

@@ -13,7 +13,7 @@ from shardopt.config._config import StrategyConfig
 from shardopt.core import PyTree, format_error, is_key, leaves_with_paths
 from shardopt.losses._batch_dims import FIX_ROWS, check_row_dims, map_rows, row_dim, shown_leaves
 from shardopt.step._batches import as_arrays
-from shardopt.step._global_rows import unwrap
+from shardopt.step._global_rows import leaves_with_rows, unwrap
 from shardopt.step._inputs import check_rows
 
 Claim = Literal["process", "global", "placed"]
@@ -66,8 +66,8 @@ class HostBatch(NamedTuple):
         """Return a digest of the first row, which costs microseconds."""
         first_rows = [
             digest_of(np.take(leaf, range(min(1, leaf.shape[dim])), axis=dim))
-            for path, leaf in leaves_with_paths(self.leaves)
-            if is_on_host(leaf) and (dim := row_dim(config, path, leaf.ndim)) is not None
+            for leaf, dim in leaves_with_rows(config, self.leaves)
+            if is_on_host(leaf)
         ]
         return " ".join(first_rows)
 
@@ -92,11 +92,7 @@ def read_batch(config: StrategyConfig, batch: PyTree) -> HostBatch:
         raise TypeError(format_error(config.strategy, problem, key_paths, fix))
     leaves = jax.tree.map(_on_host, arrays)
     check_row_dims(config, leaves)
-    rows = {
-        leaf.shape[dim]
-        for path, leaf in leaves_with_paths(leaves)
-        if is_on_host(leaf) and (dim := row_dim(config, path, np.ndim(leaf))) is not None
-    }
+    rows = {leaf.shape[dim] for leaf, dim in leaves_with_rows(config, leaves) if is_on_host(leaf)}
     if is_global:
         return HostBatch(leaves, "global", max(rows, default=0))
     if not rows:

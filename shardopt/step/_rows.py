@@ -181,13 +181,12 @@ class AgreedRows:
         messages = [Message(*values) for values in agree(self.caller, message, self.processes)]
         if error is not None:
             raise error
-        errors = {
-            process: other.error
+        listed = [
+            f"process {process}: {other.error}"
             for process, other in zip(self.processes, messages, strict=True)
             if other.error is not None
-        }
-        if errors:
-            listed = [f"process {process}: {text}" for process, text in errors.items()]
+        ]
+        if listed:
             problem = "another process has no next batch, because of an error."
             raise RuntimeError(format_error(self.caller, problem, listed))
         return messages
@@ -231,11 +230,18 @@ class AgreedRows:
                     is_global=claims == {"global"},
                 )
             if claims == {"process"}:
-                return self._join_rows(batch, messages, present, whole)
+                self._check_own(present)
+                return self._join_rows(batch, messages, whole)
             assert batch is not None
             if claims == {"global"}:
                 self._check_global(batch, messages)
             return batch.leaves
+
+    def _check_own(self, present: dict[int, Message]) -> None:
+        """Refuse, by a ValueError, rows of processes that do not add up, if it is time to look."""
+        digests = [message.digests for message in present.values() if message.digests is not None]
+        if digests:
+            check_own_rows(digests, list(present), self.shares)
 
     def _check_global(self, batch: HostBatch, messages: Sequence[Message]) -> None:
         """Refuse, by a ValueError, a global batch that differs between processes."""
@@ -249,15 +255,11 @@ class AgreedRows:
         self,
         batch: HostBatch | None,
         messages: Sequence[Message],
-        present: dict[int, Message],
         whole: bool,
     ) -> PyTree:
         """Return the global batch of rows of the processes: on the devices if each process has as
         many rows as its devices take, else on each host.
         """
-        digests = [message.digests for message in present.values() if message.digests is not None]
-        if digests:
-            check_own_rows(digests, list(present), self.shares)
         rows = dict(zip(self.processes, (message.rows for message in messages), strict=True))
         pieces = self.config.axes.num_all_row_shares * self.config.loss.micro_batches
         leaders = self.leaders

@@ -31,6 +31,7 @@ _PLACEMENTS = PLACEMENTS | {"fsdp_once": PLACEMENTS["fsdp"]}
 """Placement names of `hybrid` -> placement."""
 
 
+# adds the options to the signature and to Args, from the records in config/_options.py
 @with_options
 def hybrid(
     tx: optax.GradientTransformation,
@@ -167,18 +168,12 @@ def hybrid(
     sizes = read_mesh(config.mesh, config.axis_names, pipelined=True)[0].shape
     num_stages = sizes["pipeline"]
     built_schedule = _build_schedule(schedule, num_stages, micro_batches)
-    regather = placement != "fsdp_once"
-    if not regather and num_stages == 1:
-        problem = "placement='fsdp_once' is for pipelines, and there is one stage."
-        raise value_error(problem, fix="use a mesh with pipeline above 1, or placement='fsdp'.")
-    if blocks_per_stage is not None and num_stages == 1:
-        problem = "blocks_per_stage is for pipelines, and there is one stage."
-        raise value_error(
-            problem, fix="use a mesh with pipeline above 1, or leave blocks_per_stage out."
-        )
+    if num_stages == 1:
+        _check_one_stage(placement, blocks_per_stage)
     if isinstance(remat, str):
         blocks = blocks._replace(remat=remat)
     elif num_stages == 1 and remat and blocks.remat is None:
+        # one stage runs no schedule, which would recompute its chunks
         blocks = blocks._replace(remat="full")
     check = config.check
     on_cpu = config.mesh.devices.flat[0].platform == "cpu"
@@ -193,9 +188,22 @@ def hybrid(
     counts = check_counts(blocks_per_stage)
     if num_stages == 1:
         return build(config, own_slots)
+    regather = placement != "fsdp_once"
     stages = Pipelined(built_schedule, counts, remat is True, regather)
     slots = functools.partial(pipelined_slots, device_loss=stages)
     return build(config.replace(schedule=built_schedule), slots)
+
+
+def _check_one_stage(placement: str, blocks_per_stage: Sequence[int] | None) -> None:
+    """Refuse, by a ValueError, arguments that need several stages."""
+    if placement == "fsdp_once":
+        problem = "placement='fsdp_once' is for pipelines, and there is one stage."
+        raise value_error(problem, fix="use a mesh with pipeline above 1, or placement='fsdp'.")
+    if blocks_per_stage is not None:
+        problem = "blocks_per_stage is for pipelines, and there is one stage."
+        raise value_error(
+            problem, fix="use a mesh with pipeline above 1, or leave blocks_per_stage out."
+        )
 
 
 def pipelined_slots(config: StrategyConfig, device_loss: Pipelined) -> StepSlots:

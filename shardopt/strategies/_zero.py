@@ -16,6 +16,7 @@ from shardopt.strategies._keywords import with_options
 from shardopt.strategies._slots import own_slots
 
 
+# adds the options to the signature and to Args, from the records in config/_options.py
 @with_options
 def zero(
     tx: optax.GradientTransformation,

@@ -8,7 +8,7 @@ primitives belong to the analysis.
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
@@ -18,6 +18,8 @@ from shardopt.trace._jaxprs import called_jaxprs, constants_of, jaxpr_params, op
 V = TypeVar("V")
 Jaxprs = Sequence[ClosedJaxpr | Jaxpr]
 """One function, traced once or several times."""
+Atoms = tuple[Var | Literal, ...]
+"""An operand, as it is in each trace."""
 Equations = tuple[JaxprEqn, ...]
 """One equation, as it is in each trace."""
 
@@ -45,31 +47,32 @@ class Walk(Generic[V]):
     def follow(self, jaxprs: Jaxprs, operands: Sequence[V]) -> list[V]:
         """Return the values of the results of a function, from the values of its operands."""
         opened = [open_jaxpr(jaxpr) for jaxpr in jaxprs]
-        if (
-            len({(len(x.invars), len(x.constvars), len(x.eqns), len(x.outvars)) for x in opened})
-            > 1
-        ):
-            return [self.different] * len(opened[0].outvars)
-        known: dict[tuple[Var | Literal, ...], V] = {}
+        sizes = {(len(x.invars), len(x.constvars), len(x.eqns), len(x.outvars)) for x in opened}
+        different_results = [self.different] * len(opened[0].outvars)
+        if len(sizes) > 1:
+            return different_results
+        known: dict[Atoms, V] = {}
 
         def bind(variables: Iterable[Sequence[Var]], values: Iterable[V]) -> None:
-            known.update(zip(zip(*variables, strict=True), values, strict=True))
+            known.update(zip(_side_by_side(variables), values, strict=True))
 
-        def read(atoms: tuple[Var | Literal, ...]) -> V:
-            literals = [atom.val for atom in atoms if isinstance(atom, Literal)]
-            if not literals:
-                return known.get(atoms, self.different)
-            return self.literal(literals) if len(literals) == len(atoms) else self.different
-
-        constants = zip(*(constants_of(jaxpr) for jaxpr in jaxprs), strict=True)
+        constants = _side_by_side(constants_of(jaxpr) for jaxpr in jaxprs)
         bind((x.constvars for x in opened), map(self.constant, constants))
         bind((x.invars for x in opened), operands)
-        for eqns in zip(*(x.eqns for x in opened), strict=True):
+        read = functools.partial(self.read, known)
+        for eqns in _side_by_side(x.eqns for x in opened):
             if len({(eqn.primitive, len(eqn.invars), len(eqn.outvars)) for eqn in eqns}) > 1:
-                return [self.different] * len(opened[0].outvars)
-            operands = list(map(read, zip(*(eqn.invars for eqn in eqns), strict=True)))
+                return different_results
+            operands = list(map(read, _side_by_side(eqn.invars for eqn in eqns)))
             bind((eqn.outvars for eqn in eqns), self.equation(self, eqns, operands))
-        return list(map(read, zip(*(x.outvars for x in opened), strict=True)))
+        return list(map(read, _side_by_side(x.outvars for x in opened)))
+
+    def read(self, known: Mapping[Atoms, V], atoms: Atoms) -> V:
+        """Return the value of the operand of an equation, a variable or a literal in each trace."""
+        literals = [atom.val for atom in atoms if isinstance(atom, Literal)]
+        if not literals:
+            return known.get(atoms, self.different)
+        return self.literal(literals) if len(literals) == len(atoms) else self.different
 
     def call(self, eqns: Equations, operands: Sequence[V]) -> list[V] | None:
         """Return the values of the results of a call.
@@ -85,9 +88,9 @@ class Walk(Generic[V]):
 
         `operands` are without the index.
         """
-        branches = zip(*(eqn.params["branches"] for eqn in eqns), strict=True)
+        branches = _side_by_side(eqn.params["branches"] for eqn in eqns)
         results = [self.follow(branch, operands) for branch in branches]
-        return [functools.reduce(self.join, values) for values in zip(*results, strict=True)]
+        return [functools.reduce(self.join, values) for values in _side_by_side(results)]
 
     def loop(
         self, bodies: Jaxprs, consts: Sequence[V], carry: Sequence[V], scanned: Sequence[V] = ()
@@ -101,6 +104,11 @@ class Walk(Generic[V]):
             if all(map(self.same, carry, joined)):
                 return joined, results[len(joined) :]
             carry = joined
+
+
+def _side_by_side(of_traces: Iterable[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
+    """Return the first of each trace, then the second of each, and so on."""
+    return zip(*of_traces, strict=True)
 
 
 def scan_parts(

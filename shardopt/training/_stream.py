@@ -446,7 +446,12 @@ def _checksum_of_values(batch: PyTree, rows: "Rows | None") -> int:
     batch = as_arrays("fit", batch)
     is_counted = is_global or rows is None or jax.process_index() in rows.leaders
     local_checksum = 0
-    for leaf in jax.tree.leaves(batch) if rows is None else leaves_with_rows(rows.config, batch):
+    leaves = (
+        jax.tree.leaves(batch)
+        if rows is None
+        else [leaf for leaf, _ in leaves_with_rows(rows.config, batch)]
+    )
+    for leaf in leaves:
         for values in _own_values(leaf, is_counted=is_counted):
             unsigned = np.ascontiguousarray(values).reshape(-1).view(_unsigned(values.dtype))
             mixed = unsigned.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1)
