@@ -36,6 +36,7 @@ from shardopt.mesh import (
 from shardopt.nn._exchange import Attention, exchanged_attention, gathered_attention
 from shardopt.nn._ids import as_int32, integers
 from shardopt.nn._order import CONTEXT
+from shardopt.nn._regions import axes_of_roles, dividing_axes
 from shardopt.nn._ring import Ring, ring_attention, ring_of
 from shardopt.partition._divisible import sizes_that_divide
 from shardopt.trace._marks import ATTENTION, marked
@@ -566,13 +567,9 @@ def _on_each_device(
     auto_axes = not_manual_axes()
     if is_local():
         return run(query, key, value, marks, sinks)
-
-    def axes_of_roles(*roles: str) -> tuple[str, ...]:
-        return tuple(axis for role in roles for axis in axes_of_role(role) if axis in auto_axes)
-
-    row_axes = axes_of_roles("replica", "data", "expert")
-    position_axes = axes_of_roles(CONTEXT)
-    head_axes = axes_of_roles(TENSOR)
+    row_axes = dividing_axes(query.shape[0], auto_axes, "replica", "data", "expert")
+    position_axes = axes_of_roles(auto_axes, CONTEXT)
+    head_axes = axes_of_roles(auto_axes, TENSOR)
     for axes, count, counted, remedy in (
         (head_axes, key.shape[2], "heads of keys and values", "repeat them"),
         (position_axes, query.shape[1], "positions", "pad the rows"),

@@ -23,6 +23,7 @@ from shardopt.mesh import axes_of_role, is_analysed, mesh_under_trace, not_manua
 from shardopt.nn._dispatch import combine, plan_exchange, send, sorted_by_expert, spread
 from shardopt.nn._low_rank import as_array
 from shardopt.nn._order import CONTEXT
+from shardopt.nn._regions import dividing_axes
 from shardopt.nn._router import RouterStatistics, Routing, Score, dense_weights, route
 from shardopt.partition._plan import EXPERT
 from shardopt.trace._marks import EXPERTS, marked
@@ -364,19 +365,13 @@ def _on_each_device(
     auto_axes = {axis for axis in not_manual_axes() if sizes[axis] > 1}
     if not auto_axes:
         return run(_Axes(axes if travels else ()), inputs)
-
-    def of_roles(*roles: str) -> tuple[str, ...]:
-        return tuple(axis for role in roles for axis in axes_of_role(role) if axis in auto_axes)
-
-    row_axes = of_roles("replica", "data", EXPERT)
-    context_axes = of_roles(CONTEXT)
-    tensor_axes = of_roles(TENSOR)
-    if not _divides(tensor_axes, sizes, inputs.weights, 2):
-        tensor_axes = ()
+    row_axes = dividing_axes(inputs.x.shape[0], auto_axes, "replica", "data", EXPERT)
+    context_axes = dividing_axes(inputs.x.shape[1], auto_axes, CONTEXT)
+    E, _, F = inputs.weights["up"].shape
+    tensor_axes = dividing_axes(F, auto_axes, TENSOR)
     # replicated experts are split over their axis if its size divides them: slicing a replicated
     # array costs nothing
-    splits_experts = set(axes) <= auto_axes and _divides(axes, sizes, inputs.weights, 0)
-    expert_axes = axes if splits_experts else ()
+    expert_axes = dividing_axes(E, auto_axes, EXPERT)
     specs = _weight_specs(inputs.weights, expert_axes, tensor_axes)
     if "down_bias" in inputs.weights:  # each tensor shard adds its part
         num_shards = size_along(sizes, tensor_axes)
@@ -471,11 +466,6 @@ def _check_weights(label: str, weights: Weights, dims: tuple[str, ...], x: Array
         )
         shapes_text = [f"{name}: shape {shape}" for name, shape in shapes.items()]
         raise value_error(f"the {label} do not fit.", shapes_text, fix)
-
-
-def _divides(axes: tuple[str, ...], sizes: Mapping[str, int], weights: Weights, dim: int) -> bool:
-    """Return whether there are axes, and their devices divide a dim of the weight "up"."""
-    return bool(axes) and weights["up"].shape[dim] % size_along(sizes, axes) == 0
 
 
 def _weight_specs(
