@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.mean_of import mean_of
 from support.reference import relative_difference
 from support.table import STRATEGIES
 from support.tiers import tiered
@@ -116,7 +117,7 @@ def expected_norms(tx, model, frozen):
             if isinstance(model, so.BlockModel)
             else model(params, batch)
         )
-        return loss.total / loss.weight if isinstance(loss, so.losses.Weighted) else loss
+        return mean_of(loss)
 
     def norms(tree):
         def is_stacked(path):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.mean_of import mean_of
 from support.paths import ROOT
 from support.tiers import tiered
 
@@ -108,7 +109,7 @@ def loss_of(name, batch):
     params = module.init(config, jax.random.key(0))
     returned = jax.jit(model.loss_fn)(params, batch)
     loss = returned[0] if type(returned) is tuple else returned
-    return loss.total / loss.weight if isinstance(loss, so.losses.Weighted) else loss
+    return mean_of(loss)
 
 
 @pytest.mark.parametrize("name", NAMES)

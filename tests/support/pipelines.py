@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardopt as so
 from shardopt.models import gpt
 from support.host import host_params
+from support.mean_of import mean_of
 from support.problems import Problem, reduce
 
 
@@ -78,7 +79,7 @@ def block_problem(
 
     def reference(params, batch):
         loss = model.loss_fn(params, batch)
-        return loss.total / loss.weight if isinstance(loss, so.losses.Weighted) else loss
+        return mean_of(loss)
 
     return Problem(jax.tree.map(wide, jax.device_get(params)), model, reference, rules, batches)
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import shardopt as so
 from shardopt.models import gpt
 from support.host import host_params
+from support.mean_of import mean_of
 
 BATCH = 32
 
@@ -45,7 +46,7 @@ def problem(name: str, *, weighted: bool, steps: int = 10, dtype=jnp.float64) ->
 
     def reference(params, batch):
         loss = as_function(params, batch)
-        return loss.total / loss.weight if isinstance(loss, so.losses.Weighted) else loss
+        return mean_of(loss)
 
     return Problem(params, loss_fn, reference, rules, batches)
 

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from support.mean_of import mean_of
 from support.others import MODELS, Case, gan
 from support.tiers import tiered
 
@@ -60,7 +61,7 @@ def one_device(case, tx):
             returned = case.loss_fn(treedef.unflatten(merge(part, leaves)), batch, **rng)
             is_pair = isinstance(returned, tuple) and not isinstance(returned, so.losses.Weighted)
             loss, aux = returned if is_pair else (returned, {})
-            loss = loss.total / loss.weight if isinstance(loss, so.losses.Weighted) else loss
+            loss = mean_of(loss)
             updated = [
                 value.values for value in aux.values() if isinstance(value, so.losses.Updated)
             ]

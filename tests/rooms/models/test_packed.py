@@ -13,6 +13,7 @@ import optax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from support.host import host_params
+from support.mean_of import mean_of
 from support.reference import relative_difference
 from support.tiers import tiered
 
@@ -209,7 +210,7 @@ def test_rows_in_natural_order_know_their_positions_on_a_context_axis(name, mesh
     model, init = MODELS[name]
     params = jax.jit(init)(jax.random.key(0))
     batch = data.next_token({"tokens": DRAW.integers(0, VOCABULARY, (2, 9))})
-    expected = jax.jit(jax.grad(model.loss_fn))(params, batch)
+    expected = jax.jit(jax.grad(lambda p, b: mean_of(model.loss_fn(p, b))))(params, batch)
     opt = so.ddp(optax.sgd(1.0), mesh_of(data=1, context=4), model)
     stepped = opt.step(opt.init(params), batch)[0].params
     moved = jax.tree.map(lambda before, after: before - np.asarray(after), params, stepped)
@@ -300,10 +301,6 @@ def test_the_order_of_positions_changes_no_gradient(name, order, x64):
     moved = so.nn.zigzag(packed(), mesh, order=order)
     assert (moved["segment_ids"] != packed()["segment_ids"]).any()
     assert relative_difference(gradient(name, moved), one_by_one(name)[1]) <= 1e-10
-
-
-def mean_of(loss):
-    return loss.total / loss.weight if isinstance(loss, so.losses.Weighted) else loss
 
 
 @pytest.mark.parametrize("name", tiered(["gpt", "learned"], lambda name: name == "gpt"))
