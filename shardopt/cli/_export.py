@@ -66,7 +66,11 @@ def read_weights(folder: Path, step: int | None) -> Weights:
     opt = so.fsdp(optax.identity(), so.make_mesh(), pretrained.model, rules=pretrained.rules)
     params = pretrained.load(opt).params
     config = pretrained.config
-    return Weights(config, params, config.max_length, _tokenizer(folder), pretrained.save)
+
+    def save(target: Path) -> object:
+        return pretrained.save(target, params)
+
+    return Weights(config, params, config.max_length, _tokenizer(folder), save)
 
 
 def read_run(folder: Path, step: int | None) -> Weights:

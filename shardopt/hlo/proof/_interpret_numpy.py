@@ -146,7 +146,7 @@ COMPARE = {
     "GT": np.greater,
     "GE": np.greater_equal,
 }
-UFUNCS = {
+UFUNCS: dict[str, Any] = {
     opcode: BINARY[opcode]
     for opcode in ("add", "multiply", "maximum", "minimum", "and", "or", "xor")
 }
