@@ -20,10 +20,10 @@ from shardopt.core._axis import global_view
 from shardopt.matrices._blockwise import match_variables
 from shardopt.matrices._owned_tasks import CutLeaves, OwnedStage, OwnedTask, Transfer
 from shardopt.mesh import size_along, spec_axes
-from shardopt.trace._parts import Trace, jaxpr_of_part
+from shardopt.trace._parts import Arrays, Trace, jaxpr_of_part
 
 Buffers = dict[np.dtype, jax.Array]
-UnitFunction = Callable[..., list[jax.Array]]
+UnitFunction = Callable[..., Arrays]
 Retrace = Callable[[CutLeaves], Trace]
 """Makes the trace of the update in which these leaves have a single block."""
 
@@ -61,8 +61,8 @@ class _Unit(NamedTuple):
 
 
 def run_stage(
-    config: StrategyConfig, stage: OwnedStage, retrace: Retrace, args: list[list[jax.Array]]
-) -> list[list[jax.Array]]:
+    config: StrategyConfig, stage: OwnedStage, retrace: Retrace, args: list[Arrays]
+) -> list[Arrays]:
     """Return the outputs of every task, from the inputs of every task.
 
     In the global view.
@@ -80,11 +80,11 @@ def _run_locally(
     stage: OwnedStage,
     owned_task: OwnedTask,
     retrace: Retrace,
-    args: list[jax.Array],
-) -> list[jax.Array]:
+    args: Arrays,
+) -> Arrays:
     """Run a task where its blocks are: one block after another, so that each is computed alone."""
 
-    def local(args: list[jax.Array]) -> list[jax.Array]:
+    def local(args: Arrays) -> Arrays:
         (run,) = _unit_functions(stage, [owned_task], retrace)
         blocks = [
             run(
@@ -110,8 +110,8 @@ def _run_locally(
 
 
 def _run_on_owners(
-    config: StrategyConfig, stage: OwnedStage, retrace: Retrace, args: list[list[jax.Array]]
-) -> list[list[jax.Array]]:
+    config: StrategyConfig, stage: OwnedStage, retrace: Retrace, args: list[Arrays]
+) -> list[Arrays]:
     local = functools.partial(_plan_exchange(config, stage).run, retrace)
     specs = [[transfer.spec for transfer in owned_task.inputs] for owned_task in stage.tasks]
     out_specs = [[transfer.spec for transfer in owned_task.outputs] for owned_task in stage.tasks]
@@ -196,7 +196,7 @@ class _Exchange:
             programs.append(_Program(task, sorted(units, key=lambda unit: unit.number), table))
         return programs
 
-    def run(self, retrace: Retrace, args: list[list[jax.Array]]) -> list[list[jax.Array]]:
+    def run(self, retrace: Retrace, args: list[Arrays]) -> list[Arrays]:
         """Return the outputs of every task from its inputs, on a device."""
         axes = tuple(self.sizes)
         tasks = self.stage.tasks
@@ -233,7 +233,7 @@ class _Exchange:
         return self.join(returned, shared)
 
     def pieces_for(
-        self, units: Sequence[_Unit], args: list[list[jax.Array]]
+        self, units: Sequence[_Unit], args: list[Arrays]
     ) -> list[tuple[_Slot, jax.Array]]:
         """Return this device's pieces of the inputs of an owner's units."""
         return [
@@ -253,8 +253,8 @@ class _Exchange:
         functions: Sequence[UnitFunction],
         units: Sequence[_Unit],
         received: Buffers,
-        unsent_args: list[list[jax.Array]],
-    ) -> tuple[Buffers, list[list[jax.Array]]]:
+        unsent_args: list[Arrays],
+    ) -> tuple[Buffers, list[Arrays]]:
         """Return the sent and the unsent outputs of an owner with these units, from received and
         unsent inputs.
         """
@@ -291,14 +291,12 @@ class _Exchange:
         ]
         return _pack_buffers([rows], self.totals[1], self.count), padded_outputs
 
-    def join(self, returned: Buffers, shared: list[list[jax.Array]]) -> list[list[jax.Array]]:
+    def join(self, returned: Buffers, shared: list[Arrays]) -> list[Arrays]:
         """Return the outputs of every task, from returned rows and from results that all devices
         share.
         """
         tasks = self.stage.tasks
-        results: list[list[list[jax.Array]]] = [
-            [[] for _ in owned_task.outputs] for owned_task in tasks
-        ]
+        results: list[list[Arrays]] = [[[] for _ in owned_task.outputs] for owned_task in tasks]
         for owner, unit in sorted(
             ((owner, unit) for owner, units in enumerate(self.units_of_owners) for unit in units),
             key=lambda pair: pair[1].block,
@@ -321,7 +319,7 @@ class _Exchange:
         ]
 
 
-def _padded(outputs: list[list[jax.Array]], program: _Program) -> list[jax.Array]:
+def _padded(outputs: list[Arrays], program: _Program) -> Arrays:
     """Return the unsent outputs of one owner's units of a program, [the most units of an owner,
     ...].
     """
@@ -451,9 +449,9 @@ def _pack_buffers(
 def _select_unsent(
     tasks: Sequence[OwnedTask],
     units: Sequence[_Unit],
-    args: list[list[jax.Array]],
+    args: list[Arrays],
     unit_numbers: jax.Array,
-) -> list[jax.Array]:
+) -> Arrays:
     """Return the unsent inputs of this device's units of one program, [units, ...].
 
     Every device has all of them.

@@ -17,6 +17,7 @@ from shardopt.hlo.proof._value import (
     Factor,
     Facts,
     Hidden,
+    HiddenDims,
     Positions,
     Unproved,
     Wrong,
@@ -76,7 +77,7 @@ def dynamic_slice(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     return DerivedValue(line.dims, result, remaining, fill=value.fill)
 
 
-def _of_index(index: DerivedValue, value: DerivedValue, line: Line) -> tuple[Hidden, ...]:
+def _of_index(index: DerivedValue, value: DerivedValue, line: Line) -> HiddenDims:
     hidden = used(index.hidden, line.order)
     if classes_of(hidden) & classes_of(pending(value)):
         raise Unproved("each device takes another element of a partial sum.")
@@ -184,7 +185,7 @@ def _padded(
     return whole(local, line.devices), coordinate, update._replace(dims=dims, hidden=remaining)
 
 
-def _without_block(update: DerivedValue, dim: Dim, local: int, block: Hidden) -> tuple[Hidden, ...]:
+def _without_block(update: DerivedValue, dim: Dim, local: int, block: Hidden) -> HiddenDims:
     """Return the coordinates of an update without the number of the block that each device writes.
 
     Whole blocks have that number as an element of a dim; numbers that are the same everywhere have

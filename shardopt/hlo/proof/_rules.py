@@ -19,6 +19,7 @@ from shardopt.hlo.proof._value import (
     Dim,
     Factor,
     Hidden,
+    HiddenDims,
     Positions,
     RuleError,
     Unproved,
@@ -294,8 +295,8 @@ def sliced_dim(dim: Dim, size: int, count: int, start: int, stride: int) -> Dim:
 
 
 def elements_to_hidden(
-    dims: Sequence[Dim], hidden: tuple[Hidden, ...], order: int = SLICED
-) -> tuple[tuple[Dim, ...], tuple[Hidden, ...]]:
+    dims: Sequence[Dim], hidden: HiddenDims, order: int = SLICED
+) -> tuple[tuple[Dim, ...], HiddenDims]:
     """Make factors with one element hidden."""
     for factor in (factor for dim in dims for factor in dim):
         if factor.local == 1 and factor.size > 1 and varies(factor.at):
@@ -356,9 +357,7 @@ def _joined_dim(values: Sequence[DerivedValue], dim: int, devices: int) -> Dim:
 # reductions and products
 
 
-def reduced(
-    value: DerivedValue, removed: Sequence[int], kind: str, line: Line
-) -> tuple[Hidden, ...]:
+def reduced(value: DerivedValue, removed: Sequence[int], kind: str, line: Line) -> HiddenDims:
     """Return the coordinates after a local reduction: the rest of each reduced dim is pending."""
     hidden = list(value.hidden)
     for dim in removed:
@@ -376,9 +375,7 @@ def reduced(
     return merged_hidden([tuple(hidden)])
 
 
-def _within_elements(
-    hidden: tuple[Hidden, ...], count: int, at: Positions
-) -> tuple[int, Positions]:
+def _within_elements(hidden: HiddenDims, count: int, at: Positions) -> tuple[int, Positions]:
     """Return the pieces to sum for each element of the hidden dims that follow from the piece.
 
     Every device may hold one element of a dim, and the pieces of a replica's rows may meet that

@@ -110,6 +110,8 @@ class Data(_Shared):
 
 
 Dim = tuple[Factor, ...]
+HiddenDims = tuple[Hidden, ...]
+"""The hidden dims of a value."""
 
 
 class Facts(NamedTuple):
@@ -148,7 +150,7 @@ class DerivedValue(NamedTuple):
 
     shape: tuple[int, ...]
     dims: tuple[Dim, ...] = ()
-    hidden: tuple[Hidden, ...] = ()
+    hidden: HiddenDims = ()
     constant: bool = False
     fill: float | None = None
     data: Data | None = None
@@ -459,7 +461,7 @@ def _piece(factor: Factor) -> str:
     )
 
 
-def with_element(hidden: tuple[Hidden, ...], element: Hidden) -> tuple[Hidden, ...]:
+def with_element(hidden: HiddenDims, element: Hidden) -> HiddenDims:
     """Return the coordinates with a dim whose one element each device now takes."""
     if any(partition(h.at) is partition(element.at) and h.kind != "device" for h in hidden):
         raise Unproved(
@@ -469,7 +471,7 @@ def with_element(hidden: tuple[Hidden, ...], element: Hidden) -> tuple[Hidden, .
     return merged_hidden([(*hidden, element)])
 
 
-def cut_beside(value: DerivedValue, shape: tuple[int, ...]) -> tuple[Hidden, ...]:
+def cut_beside(value: DerivedValue, shape: tuple[int, ...]) -> HiddenDims:
     """Return the coordinates of a value after its dims are cut to a shape: other elements are to
     their right.
     """
@@ -477,7 +479,7 @@ def cut_beside(value: DerivedValue, shape: tuple[int, ...]) -> tuple[Hidden, ...
     return tuple(h._replace(minor=minors.get(h.minor, -1)) for h in value.hidden)
 
 
-def merged_hidden(values: Iterable[tuple[Hidden, ...]]) -> tuple[Hidden, ...]:
+def merged_hidden(values: Iterable[HiddenDims]) -> HiddenDims:
     """Return all coordinates once. If two kinds have the same coordinate, the stronger remains."""
     known: dict[tuple[Positions, int], Hidden] = {}
     for hidden in values:
@@ -488,7 +490,7 @@ def merged_hidden(values: Iterable[tuple[Hidden, ...]]) -> tuple[Hidden, ...]:
     return tuple(sorted(known.values(), key=lambda h: (h.kind, h.count, h.at.array.tobytes())))
 
 
-def pending(value: DerivedValue) -> tuple[Hidden, ...]:
+def pending(value: DerivedValue) -> HiddenDims:
     """Return the reductions of a value that are not complete."""
     return tuple(h for h in value.hidden if h.kind in REDUCTIONS)
 
@@ -503,7 +505,7 @@ def as_own(hidden: Hidden, order: int) -> Hidden:
     return hidden._replace(kind="own", origin=order)
 
 
-def used(hidden: Iterable[Hidden], order: int, linear: str = "") -> tuple[Hidden, ...]:
+def used(hidden: Iterable[Hidden], order: int, linear: str = "") -> HiddenDims:
     """Return the coordinates after a use that is not linear: terms of a reduction are used on their
     own. Terms of the reduction `linear` remain.
     """
@@ -512,12 +514,12 @@ def used(hidden: Iterable[Hidden], order: int, linear: str = "") -> tuple[Hidden
     )
 
 
-def mixed(values: Sequence[DerivedValue], order: int) -> tuple[Hidden, ...]:
+def mixed(values: Sequence[DerivedValue], order: int) -> HiddenDims:
     """Return the coordinates of a function of values that is not linear in any of them."""
     return merged_hidden(used(value.hidden, order) for value in values)
 
 
-def added(values: Sequence[DerivedValue], order: int, kind: str = "add") -> tuple[Hidden, ...]:
+def added(values: Sequence[DerivedValue], order: int, kind: str = "add") -> HiddenDims:
     """Return the coordinates of a sum of values.
 
     All must be terms of the same reductions. A term plus a value that is whole is a number of the
@@ -534,9 +536,7 @@ def added(values: Sequence[DerivedValue], order: int, kind: str = "add") -> tupl
     return merged_hidden(changed)
 
 
-def _as_term(
-    hidden: tuple[Hidden, ...], reduction: Hidden, kind: str, order: int
-) -> tuple[Hidden, ...]:
+def _as_term(hidden: HiddenDims, reduction: Hidden, kind: str, order: int) -> HiddenDims:
     """Return the coordinates of a value after it is added to terms of a reduction."""
     key = partition(reduction.at), reduction.count
     same = [h for h in hidden if (partition(h.at), h.count) == key]
@@ -549,9 +549,9 @@ def _as_term(
     return (*(h for h in hidden if h not in same), *terms)
 
 
-def multiplied(values: Sequence[DerivedValue], order: int) -> tuple[Hidden, ...]:
+def multiplied(values: Sequence[DerivedValue], order: int) -> HiddenDims:
     """Return the coordinates of a product: linear in each operand, and in no two at once."""
-    hidden: list[tuple[Hidden, ...]] = []
+    hidden: list[HiddenDims] = []
     for i, value in enumerate(values):
         classes_of_others = classes_of(
             h for j, other in enumerate(values) if j != i for h in other.hidden
