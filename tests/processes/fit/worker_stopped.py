@@ -162,15 +162,15 @@ class Run:
 
 def blocking_compile(run):
     """Let the compiler wait when it compiles a step after `run.compile_at` steps."""
-    compile_program = _compile.AotCompiled._compile
+    lower = _compile.AotCompiled.lower
 
-    def compile_or_block(self, lowered):
+    def lower_or_block(self, *args):
         if self.donated is not None and run.step == run.compile_at:
             run.arrive(run.step)
             block_in_c()
-        return compile_program(self, lowered)
+        return lower(self, *args)
 
-    _compile.AotCompiled._compile = compile_or_block
+    _compile.AotCompiled.lower = lower_or_block
 
 
 def arrive_in_restore(run):
