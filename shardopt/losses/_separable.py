@@ -93,7 +93,7 @@ class _Result(NamedTuple):
     Attributes:
       name: as in `Mixing.result`.
       expected: "mean", "ratio" (of two leaves), "sum", "max" or "min" over rows.
-      leaves: its values, as tracers.
+      leaves: its values in the trace, and their types when it is over: a tracer must not outlive it.
     """
 
     name: str
@@ -424,8 +424,11 @@ def _trace_loss(loss_call: LossCall, loss_fn: LossFn, params: PyTree, batch: PyT
                 loss_fn if context is None else with_rows(context, loss_fn), key, 0, params, batch
             )
         loss_parts(loss_call.caller, returned, 1)  # raises if this is not a loss
-        results[:] = _named_results(returned)
-        return [jnp.asarray(leaf) for result in results for leaf in result.leaves]
+        named = _named_results(returned)
+        results[:] = [
+            result._replace(leaves=tuple(map(jax.typeof, result.leaves))) for result in named
+        ]
+        return [jnp.asarray(leaf) for result in named for leaf in result.leaves]
 
     jaxpr = jax.make_jaxpr(traced_loss, axis_env=list(loss_call.axis_sizes.items()))(
         params, batch, loss_call.key
@@ -532,7 +535,7 @@ def _find_problem(result: _Result, relations: Sequence[Relation], pieces: int) -
     ops = [relation.op for relation in relations if isinstance(relation, Total | Extreme)]
     op = next(filter(None, ops), None)
     resolved = [
-        _resolve(relation, jnp.asarray(leaf).dtype, pieces)
+        _resolve(relation, leaf.dtype, pieces)
         for leaf, relation in zip(result.leaves, relations, strict=True)
     ]
     for relation in resolved:

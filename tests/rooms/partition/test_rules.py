@@ -118,9 +118,10 @@ def test_rules_can_be_a_function_of_path_and_shape():
 def test_bad_input_is_refused(rules, error, message):
     with pytest.raises(error) as caught:
         match(rules)
-    assert str(caught.value) == message.replace("PartitionSpec('", f"{_NAME}('").replace(
-        "PartitionSpec(None", f"{_NAME}(None"
-    )
+    # from Python 3.12 on, inspect says which kind of argument is missing
+    assert str(caught.value).replace("keyword-only ", "") == message.replace(
+        "PartitionSpec('", f"{_NAME}('"
+    ).replace("PartitionSpec(None", f"{_NAME}(None")
 
 
 _NAME = str(P("x")).split("(")[0]  # "PartitionSpec" or "P", as the jax version prints it
