@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from support.mean_of import mean_of
+
 # eps well above the rounding of fp32 gradients: with the usual 1e-8 Adam turns the rounding of a
 # gradient near zero into a whole step.
 OPTIMIZERS = {
@@ -52,11 +54,10 @@ def train(
 
     @jax.jit
     def step(part, opt_state, batch):
-        loss, grads = jax.value_and_grad(lambda part: loss_fn(merge(part), batch))(part)
-
         def loss_at(part, *_):
-            return loss_fn(merge(part), batch)
+            return mean_of(loss_fn(merge(part), batch))
 
+        loss, grads = jax.value_and_grad(loss_at)(part)
         known = {
             "value": loss,
             "grad": grads,

@@ -2,6 +2,7 @@
 one.
 """
 
+import dataclasses
 import re
 
 import jax
@@ -305,7 +306,7 @@ def test_many_devices_quantise_as_one(precision, name, sizes, options, mesh_of, 
     tx = optax.sgd(0.5, momentum=0.9)
 
     def trained(precision, opt=None):
-        config = gpt.config(**{**vars(CONFIG), "precision": precision})
+        config = dataclasses.replace(CONFIG, precision=precision)
         model = (
             gpt.model(config) if name == "gpt" else transformer.model(SHAPE, precision=precision)
         )

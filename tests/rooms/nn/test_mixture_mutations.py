@@ -24,8 +24,8 @@ def weights_of_experts_dropped(patch):
     break_function(
         patch,
         mixture._run_experts,
-        lambda settings, axes, weights, rows, scales, sizes: right(
-            settings, axes, weights, rows, 0 * scales + 1, sizes
+        lambda activation, weights, rows, scales, sizes: right(
+            activation, weights, rows, 0 * scales + 1, sizes
         ),
     )
 
