@@ -77,7 +77,7 @@ def make_mesh(
     if not devices:
         raise value_error("there are no devices.", fix="pass some, or leave devices out.")
     check_joined(devices[0])
-    # in the order of `AXES`, which is that of the mesh
+    # in the order of `AXES`, which the mesh has too
     requested_sizes = {
         "replica": replica,
         "data": data,

@@ -1,4 +1,6 @@
-"""The command line: `shardopt train`, `tune`, `launch`, `vault`, `plan`, `audit` and `verify`."""
+"""The command line: `shardopt train`, `tune`, `merge`, `export`, `generate`, `launch`, `vault`,
+`plan`, `audit` and `verify`.
+"""
 
 import platform
 import sys

@@ -3,7 +3,6 @@
 `shardopt generate` reads weights by the same functions.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -16,12 +15,10 @@ from shardopt.cli._optimizer import make_optimizer
 from shardopt.cli._options import (
     ExportOptions,
     RunOptions,
-    TrainOptions,
     TuneOptions,
     check_numbers,
-    from_json,
 )
-from shardopt.cli._run_folder import CHECKPOINTS, CONFIG
+from shardopt.cli._run_folder import CHECKPOINTS, read_run_options
 from shardopt.cli._train import decoder_config
 from shardopt.cli._tune import open_model
 from shardopt.core import PyTree, calling, value_error
@@ -38,14 +35,16 @@ class Weights(NamedTuple):
       params: its parameters, with adapters merged.
       length: the most tokens that it has seen at a time.
       tokenizer: the tokenizer.json of its folder; None if there is none.
-      save: `save(folder)` writes them as they were trained: weights, or adapters alone.
     """
 
     config: DecoderConfig
     params: PyTree
     length: int
     tokenizer: Path | None
-    save: Callable[[Path], object]
+
+
+Save = Callable[[Path], object]
+"""`save(folder)` writes weights as they were trained: all of them, or adapters alone."""
 
 
 @calling("export")
@@ -53,48 +52,40 @@ def export(options: ExportOptions) -> None:
     """Write the folder."""
     require("safetensors", extra="huggingface")
     check_numbers(options)
-    read_run(options.run_dir, options.step).save(options.output)
+    _, save = _read_run(options.run_dir, options.step)
+    save(options.output)
     print(f"{options.output} has the weights of {options.run_dir}.")
 
 
 def read_weights(folder: Path, step: int | None) -> Weights:
     """Return the weights of a run, at a step, or of a folder of Hugging Face."""
     if (folder / CHECKPOINTS).is_dir():
-        return read_run(folder, step)
+        weights, _ = _read_run(folder, step)
+        return weights
     require("safetensors", extra="huggingface")
     pretrained = from_pretrained(folder)
     opt = so.fsdp(optax.identity(), so.make_mesh(), pretrained.model, rules=pretrained.rules)
     params = pretrained.load(opt).params
     config = pretrained.config
-
-    def save(target: Path) -> object:
-        return pretrained.save(target, params)
-
-    return Weights(config, params, config.max_length, _tokenizer(folder), save)
+    return Weights(config, params, config.max_length, _tokenizer(folder))
 
 
-def read_run(folder: Path, step: int | None) -> Weights:
-    """Return the weights of a run, at a step or the newest."""
+def _read_run(folder: Path, step: int | None) -> tuple[Weights, Save]:
+    """Return the weights of a run, at a step or the newest, and the function that saves them."""
     if not (folder / CHECKPOINTS).is_dir():
         fix = "name the --run-dir of a run of train or tune."
         raise value_error(f"there is no run in {str(folder)!r}.", fix=fix)
-    saved = json.loads((folder / CONFIG).read_text())
-    options = from_json(saved, TuneOptions if "epochs" in saved["training"] else TrainOptions)
+    options = read_run_options(folder)
     if isinstance(options, TuneOptions):
         return _read_tuned(options, folder, step)
     config = decoder_config(options.model)
     opt = so.fsdp(_optimizer(options), so.make_mesh(), gpt.model(config), rules=gpt.rules)
     params = so.restore(folder / CHECKPOINTS, opt, step=step).params
-    return Weights(
-        config,
-        params,
-        options.model.length,
-        None,
-        lambda output: export_safetensors(output, params, config),
-    )
+    weights = Weights(config, params, options.model.length, tokenizer=None)
+    return weights, lambda output: export_safetensors(output, params, config)
 
 
-def _read_tuned(options: TuneOptions, folder: Path, step: int | None) -> Weights:
+def _read_tuned(options: TuneOptions, folder: Path, step: int | None) -> tuple[Weights, Save]:
     tuned = open_model(options)
     opt = so.fsdp(_optimizer(options), so.make_mesh(), tuned.model, rules=tuned.rules)
     state = so.restore(
@@ -107,13 +98,9 @@ def _read_tuned(options: TuneOptions, folder: Path, step: int | None) -> Weights
     )
     params = jax.jit(tuned.adapters.merge)(state.params) if tuned.adapters else state.params
     config = tuned.pretrained.config
-    return Weights(
-        config,
-        params,
-        config.max_length,
-        _tokenizer(tuned.pretrained.folder),
-        lambda output: tuned.save(output, state.params),
-    )
+    tokenizer = _tokenizer(tuned.pretrained.folder)
+    weights = Weights(config, params, config.max_length, tokenizer)
+    return weights, lambda output: tuned.save(output, state.params)
 
 
 def _optimizer(options: RunOptions) -> optax.GradientTransformation:

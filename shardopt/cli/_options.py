@@ -409,7 +409,7 @@ class ExportOptions:
 class GenerateOptions:
     """Continue a text: shardopt generate FOLDER 'Once upon a time'.
 
-    The weights are those of a run of train or tune, or of a folder of Hugging Face.
+    A run of train or tune, or a folder of Hugging Face, has the weights.
     """
 
     weights: tyro.conf.Positional[Path] = tyro.MISSING
@@ -566,7 +566,10 @@ def check_words(options: Any, unknown_words: Sequence[str]) -> None:
         return
     names = set()
     for name, value in vars(options).items():
-        names |= set(vars(value)) if dataclasses.is_dataclass(value) else {name}
+        if dataclasses.is_dataclass(value):
+            names |= vars(value).keys()
+        else:
+            names.add(name)
     option_of = {name.replace("_", "-"): name for name in names}
     for name in names & _OTHER_NAMES.keys():
         option_of |= dict.fromkeys(_OTHER_NAMES[name].split(), name)

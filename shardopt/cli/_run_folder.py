@@ -67,6 +67,13 @@ def read_options(folder: Path, options_type: type[Options] = TrainOptions) -> Op
     return from_json(_read_config(folder, options_type), options_type)
 
 
+def read_run_options(folder: Path) -> RunOptions:
+    """Return the options of the run of train or tune in a folder."""
+    config = _read_config(folder, TrainOptions)
+    is_tuned = "epochs" in config["training"]
+    return from_json(config, TuneOptions if is_tuned else TrainOptions)
+
+
 def order_changes(options: RunOptions, text_bytes: int) -> list[str]:
     """Return, for a resumed run, the changes that give its batches another order than before."""
     config = _read_config(options.run.run_dir, type(options))

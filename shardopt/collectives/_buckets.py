@@ -145,7 +145,7 @@ def _move_in_buckets(
 
     Except on CPU, move each leaf separately.
     """
-    # a leaf without elements is in no bucket, but its shape changes as that of the others
+    # a leaf without elements is in no bucket, but its shape changes too
     results = [move_leaf(x, dim) if not x.size else x for x, dim in zip(xs, dims, strict=True)]
     nbytes = [x.size * x.dtype.itemsize for x in xs]
     dtypes = [x.dtype for x in xs]

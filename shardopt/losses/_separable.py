@@ -219,26 +219,26 @@ def find_mixing(
     if isinstance(loss_fn, PerRow) and not cut.positions:
         return _find_row_mixing(loss_fn, params, batch, cut, loss_call)
     # an error on the whole batch is an error of the loss itself, so it is not caught
-    whole = _trace_loss(loss_call.on_whole_batch(cut.pieces), loss_fn, params, batch)
+    whole_trace = _trace_loss(loss_call.on_whole_batch(cut.pieces), loss_fn, params, batch)
     dims = [dim for _, dim in cut.dims_of(leaves)]
-    loop_mixing = _find_loop_over_rows(whole, dims)
+    loop_mixing = _find_loop_over_rows(whole_trace, dims)
     if loop_mixing is not None:
         # before the loss is traced on a piece, because such losses take long to trace
         return loop_mixing
     piece_batch = treedef.unflatten([_cut(*pair, cut.pieces) for pair in cut.dims_of(leaves)])
     try:
-        piece = _trace_loss(loss_call, loss_fn, params, piece_batch)
+        piece_trace = _trace_loss(loss_call, loss_fn, params, piece_batch)
     except Exception as error:
         piece_size = f"{lengths[0] // cut.pieces} of the {lengths[0]} {cut.unit}"
         error_line = f"{type(error).__name__}: {error}".splitlines()[0]
         reason = f"a piece is {piece_size}, on which the loss cannot be traced: {error_line}"
         return Mixing("the loss", reason, cause=error)
-    mixing = _find_other_result(whole, piece)
+    mixing = _find_other_result(whole_trace, piece_trace)
     if mixing is not None:
         return mixing
-    relations = _argument_relations(whole.num_params, dims, cut.blocks, loss_call.key)
+    relations = _argument_relations(whole_trace.num_params, dims, cut.blocks, loss_call.key)
     try:
-        mixing = _find_unproved(whole, piece, relations, cut, loss_call)
+        mixing = _find_unproved(whole_trace, piece_trace, relations, cut, loss_call)
     except DifferentTracesError as error:
         op = None if error.eqn is None else Operation(error.eqn)
         reason = (
@@ -247,14 +247,16 @@ def find_mixing(
         return _mixing_by("the loss", reason, op)
     if mixing is not None or not loss_call.training:
         return mixing
-    return _mixing_by_weight(whole)
+    return _mixing_by_weight(whole_trace)
 
 
-def _find_other_result(whole: _LossTrace, piece: _LossTrace) -> Mixing | None:
+def _find_other_result(whole_trace: _LossTrace, piece_trace: _LossTrace) -> Mixing | None:
     """Return why the loss has other results on a piece than on the whole batch; None if not."""
-    if [result[:2] for result in whole.results] != [result[:2] for result in piece.results]:
+    if [result[:2] for result in whole_trace.results] != [
+        result[:2] for result in piece_trace.results
+    ]:
         return Mixing("the loss", "its results are of other kinds on a piece, or in another order.")
-    for result, of_piece in zip(whole.results, piece.results, strict=True):
+    for result, of_piece in zip(whole_trace.results, piece_trace.results, strict=True):
         if [*map(np.shape, result.leaves)] != [*map(np.shape, of_piece.leaves)]:
             return Mixing(result.name, "it has another shape on a piece than on the whole batch.")
     return None
@@ -366,8 +368,8 @@ def _cotangent(result: jax.Array) -> Any:
 
 
 def _find_unproved(
-    whole: _LossTrace,
-    piece: _LossTrace,
+    whole_trace: _LossTrace,
+    piece_trace: _LossTrace,
     relations: Sequence[Relation],
     cut: Cut,
     loss_call: LossCall,
@@ -388,8 +390,8 @@ def _find_unproved(
             positions=cut.positions,
             training=with_derivative_rules,
         )
-        result_relations = relate_jaxprs(proof, whole.jaxpr, piece.jaxpr, relations)
-        for result, leaf_relations in piece.by_result(result_relations):
+        result_relations = relate_jaxprs(proof, whole_trace.jaxpr, piece_trace.jaxpr, relations)
+        for result, leaf_relations in piece_trace.by_result(result_relations):
             mixing = _find_problem(result, leaf_relations, cut.pieces)
             if mixing is None:
                 continue

@@ -302,7 +302,7 @@ def _plan_leaf(leaf: _Leaf, mesh: Mesh, options: LeafPlanOptions) -> LeafPlan:
 def _preferred_dim(
     leaf: _Leaf, spec: PartitionSpec, size: int, tables: Sequence[str], largest_dim: int
 ) -> int:
-    """Return the dim of a leaf that data shards, among those that it divides."""
+    """Return the dim of a leaf that data shards, one that data divides."""
     dims = divisible_dims(leaf.shape, size, spec)
     if leaf.path in tables and COLUMNS in dims:
         return COLUMNS

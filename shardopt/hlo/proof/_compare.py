@@ -240,8 +240,8 @@ def _difference(
     ]
     if all(error <= TOLERANCE for error in errors):
         return None
-    given = reference.interpreter.module
-    rounding = errors_of_folding(interpreter.module, given, arguments, results, scales)
+    reference_module = reference.interpreter.module
+    rounding = errors_of_folding(interpreter.module, reference_module, arguments, results, scales)
     if all(error <= TOLERANCE + bound for error, bound in zip(errors, rounding, strict=True)):
         return None
     index = int(np.argmax(errors))

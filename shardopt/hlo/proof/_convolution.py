@@ -14,30 +14,32 @@ from shardopt.hlo.proof._value import DerivedValue, Unproved
 def convolution(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     """Return the rule of a convolution that is an inner product."""
     lhs, rhs = values
-    left, right, result = re.split("_|->", line.attributes["dim_labels"])
+    left_labels, right_labels, result_labels = re.split("_|->", line.attributes["dim_labels"])
     # one label for each dim, in all three arrays: HLO writes "f" for the features of the left side
     # and of the result, which are the dims "i" and "o" of the right side
-    right = right.replace("i", "f")
-    result = result.replace("f", "o")
+    right_labels = right_labels.replace("i", "f")
+    result_labels = result_labels.replace("f", "o")
     if any(line.attributes.get(f"{kind}_group_count", "1") != "1" for kind in ("feature", "batch")):
         raise Unproved("no rule covers a convolution in groups.")
-    labels = {"batch": [], "contracting": ["f"], "left": [], "right": []}
+    labels_of_role = {"batch": [], "contracting": ["f"], "left": [], "right": []}
     windows = window_dims(line.attributes)
-    for label in sorted(set(result) - set("bo")):
-        sizes = lhs.shape[left.index(label)], rhs.shape[right.index(label)]
-        size = line.dims[result.index(label)]
-        labels[_role(windows[int(label)], *sizes, size)].append(label)
+    for label in sorted(set(result_labels) - set("bo")):
+        sizes = lhs.shape[left_labels.index(label)], rhs.shape[right_labels.index(label)]
+        size = line.dims[result_labels.index(label)]
+        labels_of_role[_role(windows[int(label)], *sizes, size)].append(label)
     # a dim that is free in one operand has one element in the other
-    lhs, left = _without(lhs, left, labels["right"])
-    rhs, right = _without(rhs, right, labels["left"])
+    lhs, left_labels = _without(lhs, left_labels, labels_of_role["right"])
+    rhs, right_labels = _without(rhs, right_labels, labels_of_role["left"])
     batch, contracting = (
-        [(left.index(label), right.index(label)) for label in labels[role]]
+        [(left_labels.index(label), right_labels.index(label)) for label in labels_of_role[role]]
         for role in ("batch", "contracting")
     )
     inner = product(line, lhs, rhs, batch, contracting)
-    order = list(dict.fromkeys([*labels["batch"], *left, *right]))
-    order = [label for label in order if label not in labels["contracting"]]
-    dims = tuple(inner.dims[order.index(label)] if label in order else () for label in result)
+    order = list(dict.fromkeys([*labels_of_role["batch"], *left_labels, *right_labels]))
+    order = [label for label in order if label not in labels_of_role["contracting"]]
+    dims = tuple(
+        inner.dims[order.index(label)] if label in order else () for label in result_labels
+    )
     return DerivedValue(line.dims, dims, inner.hidden, fill=inner.fill)
 
 

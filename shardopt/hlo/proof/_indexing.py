@@ -239,7 +239,7 @@ def _looked_up(
     line: Line, operand: DerivedValue, indices: DerivedValue, window: Sequence[int]
 ) -> tuple[Rows | None, DerivedValue]:
     """Return the rows that a gather takes from the piece of each device, and the indices without
-    their dependence on it; None if each device has the whole of what it indexes.
+    their dependence on it; None if each device has the whole operand.
     """
     starts = line.integers("start_index_map")
     sizes = line.integers("slice_sizes")
@@ -272,7 +272,7 @@ def scatter(line: Line, values: Sequence[DerivedValue], kind: str | None) -> Der
     vector_dims = line.integers("index_vector_dim")
     batching = line.pairs("input_batching_dims", "scatter_indices_batching_dims")
     batch_of_operand = {j: i for i, j in batching}
-    # the dims of updates and of indices that count what is written
+    # the dims of updates and of indices that count the windows
     pairs = list(zip(updates.other_dims(window_dims), indices.other_dims(vector_dims), strict=True))
     indices = indices._replace(hidden=used(indices.hidden, line.order))
     common, updates, indices = unify(updates, indices, pairs)
