@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from support.mean_of import mean_of
+from shardopt.core._types import leaves_with_paths
+from support.mean_of import mean_and_updated
 
 # eps well above the rounding of fp32 gradients: with the usual 1e-8 Adam turns the rounding of a
 # gradient near zero into a whole step.
@@ -32,7 +33,7 @@ def train(
 ):
     """Return the losses, gradient norms and final parameters of plain training on whole batches.
 
-    `asks` names the extra arguments that the optimizer gets: by default value, gradient and, if
+    Leaves of floats that the loss returns as `Updated` get these values. `asks` names the extra arguments that the optimizer gets: by default value, gradient and, if
     asked for, value_fn."""
     trained = [
         i
@@ -54,10 +55,13 @@ def train(
 
     @jax.jit
     def step(part, opt_state, batch):
-        def loss_at(part, *_):
-            return mean_of(loss_fn(merge(part), batch))
+        def returned_at(part):
+            return mean_and_updated(loss_fn(merge(part), batch))
 
-        loss, grads = jax.value_and_grad(loss_at)(part)
+        def loss_at(part, *_):
+            return returned_at(part)[0]
+
+        (loss, updated), grads = jax.value_and_grad(returned_at, has_aux=True)(part)
         known = {
             "value": loss,
             "grad": grads,
@@ -70,7 +74,10 @@ def train(
         updates, opt_state = optax.with_extra_args_support(tx).update(
             grads, opt_state, part, **extra
         )
-        return optax.apply_updates(part, updates), opt_state, loss, optax.tree.norm(grads)
+        leaves = dict(leaves_with_paths(optax.apply_updates(part, updates)))
+        assert updated.keys() <= leaves.keys()
+        part = jax.tree.structure(part).unflatten((leaves | updated).values())
+        return part, opt_state, loss, optax.tree.norm(grads)
 
     part = split(params)
     opt_state = jax.jit(tx.init)(split(params))

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from support.mean_of import mean_of
+from support.mean_of import mean_and_updated
 from support.others import MODELS, Case, gan
 from support.tiers import tiered
 
@@ -58,14 +58,9 @@ def one_device(case, tx):
 
         def loss_of(part):
             rng = {"rng": key} if takes_rng(case.loss_fn) else {}
-            returned = case.loss_fn(treedef.unflatten(merge(part, leaves)), batch, **rng)
-            is_pair = isinstance(returned, tuple) and not isinstance(returned, so.losses.Weighted)
-            loss, aux = returned if is_pair else (returned, {})
-            loss = mean_of(loss)
-            updated = [
-                value.values for value in aux.values() if isinstance(value, so.losses.Updated)
-            ]
-            return loss, {path: leaf for tree in updated for path, leaf in leaves_with_paths(tree)}
+            return mean_and_updated(
+                case.loss_fn(treedef.unflatten(merge(part, leaves)), batch, **rng)
+            )
 
         part = part_of(leaves)
         (loss, updated), grads = jax.value_and_grad(loss_of, has_aux=True)(part)
