@@ -13,9 +13,10 @@ of shardopt.
 Each side chooses from the same list, `CHOICES`: beginning with its defaults, one field after the
 other takes the fastest value whose program fits into the chip's memory. Every program that was
 tried is in results/beside_maxtext.json, as soon as it is there, with the commit that compiled it.
-Programs are read by `step_times.step_seconds`: cycles as XLA estimates them, collectives over
-published links, and Pallas kernels by their flops at the chip's peak ("stated") or by their final
-schedules ("scheduled"); memory is what the compiler planned. The texts are kept in FOLDER. `--read`
+Programs are read by `step_times.step_seconds`: products by the cycles that XLA estimates, all else
+by one rule for XLA's operations and kernels, collectives over published links, and Pallas kernels
+with products by their flops at the chip's peak ("stated") or by their final schedules
+("scheduled"); memory is what the compiler planned. The texts are kept in FOLDER. `--read`
 reads those there again and compiles none. WORDS choose rows by parts of their names; without, those
 of the table are done.
 """
@@ -508,16 +509,70 @@ def compared(programs: dict[str, Any]) -> dict[str, Any]:
     return ratios
 
 
+class Sizes(NamedTuple):
+    """The sizes of a decoder that its flops depend on."""
+
+    layers: int
+    dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    vocab: int
+
+
+SIZES = {
+    "llama3-8b": Sizes(32, 4096, 32, 8, 128, 14_336, 128_256),
+    "llama3-70b": Sizes(80, 8192, 64, 8, 128, 28_672, 128_256),
+    "qwen3-8b": Sizes(36, 4096, 32, 8, 128, 12_288, 151_936),
+    "gemma2-2b": Sizes(26, 2304, 8, 4, 256, 9216, 256_128),
+}
+
+
+def model_flops(row: Row) -> tuple[float, float]:
+    """Return the flops of a chip in a step that the model needs: (with causal attention, with all
+    of the square).
+
+    Three times the forward pass, without what is recomputed. The lookup of the embedding counts
+    nothing.
+    """
+    sizes = SIZES[row.model]
+    attention_width = sizes.heads * sizes.head_dim
+    projections = sizes.dim * (2 * attention_width + 2 * sizes.kv_heads * sizes.head_dim)
+    block = projections + 3 * sizes.dim * sizes.hidden
+    weights = sizes.layers * block + sizes.dim * sizes.vocab
+    rows = row.rows * row.micro_batches
+    products = 6.0 * weights * rows * row.length
+    scores = 12.0 * sizes.layers * attention_width * rows * row.length**2
+    return products + scores / 2, products + scores
+
+
+def mfu(name: str, seconds: float) -> str:
+    """Return the MFU of a row by both counts, in percent; "" if no row has this name."""
+    from shardopt.planning import HARDWARE
+
+    for row in (*TABLE, *MORE):
+        if row.name == name:
+            peak_flops = HARDWARE[row.chip].flops * seconds
+            causal, full = (flops / peak_flops for flops in model_flops(row))
+            return f"{causal:.1%}, {full:.1%}"
+    return ""
+
+
 def table(results: dict[str, Any]) -> str:
-    """Return a line a row: milliseconds by stated and by scheduled kernels, GB and choice of each
-    contender, and the ratio of memory. Ratios of time are withdrawn: see docs/notes/maxtext.md.
+    """Return a line a row: milliseconds by stated and by scheduled kernels, GB, MFU and choice of
+    each contender, and the ratio of memory. Ratios of time are withdrawn: see
+    docs/notes/maxtext.md.
     """
     lines = [
         "| row | "
-        + " | ".join(f"{name}: ms (exposed), ms scheduled, GB | choice" for name in CONTENDERS)
+        + " | ".join(
+            f"{name}: ms (exposed), ms scheduled, GB | MFU causal, full | choice"
+            for name in CONTENDERS
+        )
         + " | memory | libtpu | commit |"
     ]
-    lines.append("|" + "---|" * (2 * len(CONTENDERS) + 4))
+    lines.append("|" + "---|" * (3 * len(CONTENDERS) + 4))
     for name, programs in results.items():
         cells = [name]
         for who in CONTENDERS:
@@ -526,10 +581,11 @@ def table(results: dict[str, Any]) -> str:
                 scheduled = f"{program['scheduled'] * 1e3:.0f}" if "scheduled" in program else "-"
                 stated = f"{program['seconds'] * 1e3:.0f} ({program['exposed'] * 1e3:.0f})"
                 cells.append(f"{stated}, {scheduled}, {peak(program) / 1e9:.1f}")
+                cells.append(mfu(name, program.get("scheduled", program["seconds"])))
                 count = len(programs.get("tried", {}).get(who, {}))
                 cells.append(f"{Choice(**program['choice'])}; best of {count}")
             else:
-                cells += [program.get("error", "")[:60], ""]
+                cells += [program.get("error", "")[:60], "", ""]
         ours = programs.get("shardopt", {})
         memory = f"{programs['memory_ratio']:.3f}" if "memory_ratio" in programs else ""
         lines.append(

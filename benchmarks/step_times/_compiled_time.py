@@ -20,7 +20,9 @@ from shardopt.hlo._walk import check_schedule
 from shardopt.pipeline import Schedule
 from shardopt.planning._aot import AotReport
 from shardopt.planning._hardware import HARDWARE, Hardware, find_hardware
-from step_times._schedule_actions import Branch, Compute, Done, Kernels, Loop, Reader, Start
+from step_times._links import Links
+from step_times._schedule_actions import Branch, Compute, Copy, Done, Kernels, Loop, Reader, Start
+from step_times._vector_work import memory_share as memory_share_of
 
 
 class CompiledOperation(NamedTuple):
@@ -139,6 +141,7 @@ def step_seconds(
     hardware: str | Hardware | None = None,
     schedule: Schedule | None = None,
     kernels: Kernels = "scheduled",
+    memory_share: float | None = None,
 ) -> StepSeconds:
     """Estimate how long a compiled TPU program takes on a device, without running it.
 
@@ -155,6 +158,8 @@ def step_seconds(
         tick.
       kernels: "scheduled" takes the final schedule of the attention kernels whose schedule is
         known. "stated" takes the flops of all kernels at the chip's peak, with all cores at work.
+      memory_share: the share of the HBM bandwidth that operations without products reach; by default
+        that of the chip in `memory_shares.csv`.
 
     Returns:
       A `StepSeconds`: `.total`, `.compute`, `.exposed`, `.hidden`, `.operations`, `.to_json()`;
@@ -164,6 +169,8 @@ def step_seconds(
       TypeError: in the same cases as `so.hlo.audit`.
       ValueError: in the same cases as `so.hlo.audit`.
       ValueError: if the chip of a TPU program is neither passed nor known.
+      ValueError: if `memory_share` is not above 0 and at most 1, or is left out for a chip without a
+        row in `memory_shares.csv`.
       ValueError: if no loop of the program runs as often as `schedule` has ticks.
       ValueError: if `kernels` is neither "scheduled" nor "stated".
 
@@ -173,28 +180,36 @@ def step_seconds(
       step time unknown: the program holds no cycle estimates; only XLA:TPU writes them.
 
     Note:
-      - The program is walked from its first instruction to its last. XLA:TPU writes
-        `estimated_cycles` on the instructions of its TensorCore, and these are added up. Loops
-        count with their trip counts, branches as their most expensive one.
+      - The program is walked from its first instruction to its last. Products take the
+        `estimated_cycles` that XLA:TPU writes on them. Loops count with their trip counts, branches
+        as their most expensive one.
+      - An operation without products takes the longer of its bytes at `memory_share` of the HBM
+        bandwidth and its arithmetic on the vector units. Pallas kernels without products, too. What
+        lies in VMEM has no bytes: the copy that brings it there takes the bandwidth that operations
+        leave, and its `done` waits for it.
       - A collective takes its wire bytes over the published links. The number of torus axes comes
         from its emitter, or from the size of its mesh axis. Between slices it uses the data-centre
         network.
       - The TensorCore waits for a synchronous collective. An asynchronous one, also on the
         SparseCore, overlaps with computation, and its `done` waits for it. Transfers over the same
-        mesh axis run one after another.
+        mesh axis share its links equally as long as they last.
       - XLA estimates no Pallas kernels. Splash attention takes the VLIW bundles of its final
         schedule, one a cycle, in blocks and heads whose schedule is known
         (`benchmarks/kernel_schedules.py`), but at least its flops at the chip's peak. Other kernels
-        take their stated flops at the chip's peak, splash attention those of a causal mask, or
-        their bytes. `CompiledOperation.basis` says which.
+        take their stated flops at the chip's peak, splash attention those of its visible tiles. No
+        kernel takes less than its bytes. `CompiledOperation.basis` says which.
       - A device of v4 or v5p has two TensorCores. They share a kernel's rows and heads as far as it
         lets them.
-      - Not counted: the latency of collectives, copies between HBM and the cores' own memory,
-        missing wrap-around links, other programs on the same links.
+      - Not counted: the latency of collectives, the start of each operation, the HBM that
+        collectives read and write, copies to the host, missing wrap-around links, other programs on
+        the same links.
     """
     if kernels not in get_args(Kernels):
         problem = f"kernels must be 'scheduled' or 'stated', got {kernels!r}."
         raise ValueError(error_text(problem, fix="leave it out, or pass one of both."))
+    if memory_share is not None and not 0 < memory_share <= 1:
+        problem = f"memory_share must be above 0 and at most 1, got {memory_share!r}."
+        raise ValueError(error_text(problem, fix="leave it out, or pass a share such as 0.7."))
     parsed = read_program(program, args, mesh=mesh)
     check_schedule(parsed.module, schedule)
     chip = (
@@ -202,7 +217,7 @@ def step_seconds(
         if hardware is not None
         else hardware_of(parsed.devices)
     )
-    return walk_schedule(parsed, chip, schedule, kernels)
+    return walk_schedule(parsed, chip, schedule, kernels, memory_share)
 
 
 def of_report(report: AotReport, schedule: Schedule | None = None) -> StepSeconds:
@@ -243,6 +258,7 @@ def walk_schedule(
     chip: Hardware | None,
     schedule: Schedule | None = None,
     kernels: Kernels = "scheduled",
+    share: float | None = None,
 ) -> StepSeconds:
     """Return the seconds of a parsed program; see `step_seconds`."""
     if "estimated_cycles" not in program.text:
@@ -254,7 +270,8 @@ def walk_schedule(
         )
     if chip.clock is None:
         return _unknown(f"{chip.name} has no clock in which XLA estimates; only TPUs have.")
-    walk = _Walk(Reader(program, chip, chip.clock, schedule, kernels))
+    share = memory_share_of(chip) if share is None else share
+    walk = _Walk(Reader(program, chip, chip.clock, share, schedule, kernels))
     walk.run(program.module.entry)
     for key in list(walk.under_way):
         walk.wait(key)
@@ -282,17 +299,23 @@ class _Cost(NamedTuple):
 class _Walk:
     """The state of the walk.
 
-    `now` is the clock of the TensorCore, `links` the end of the last transfer over each mesh axis.
-    `under_way` has the transfers that are not finished. `costs` has the times of instructions up to
-    now.
+    `now` is the clock of the TensorCore, `links` has the transfers that are sent.
+    `under_way` has the transfers that nobody has waited for. `costs` has the times of instructions
+    up to now.
+
+    `idle` counts the seconds that the HBM had nothing to do for operations. Copies between HBM and
+    VMEM take them in the order in which they begin. `copies` has each copy that nobody has waited
+    for: the `idle` at which it ends, how often it is made, and its instruction.
     """
 
     reader: Reader
     now: float = 0.0
-    links: dict[str, float] = dataclasses.field(default_factory=dict)
-    under_way: dict[str, tuple[float, Start]] = dataclasses.field(default_factory=dict)
+    links: Links = dataclasses.field(default_factory=Links)
+    under_way: dict[str, tuple[int, Start]] = dataclasses.field(default_factory=dict)
     core: list[Span] = dataclasses.field(default_factory=list)
-    transfers: list[Span] = dataclasses.field(default_factory=list)
+    idle: float = 0.0
+    copied_at: float = 0.0
+    copies: dict[str, tuple[float, int, Instruction]] = dataclasses.field(default_factory=dict)
     costs: dict[str, _Cost] = dataclasses.field(default_factory=dict)
     collectives: dict[tuple[str, tuple[str, ...]], float] = dataclasses.field(default_factory=dict)
 
@@ -307,7 +330,10 @@ class _Walk:
                     self.compute(action, times)
                 case Start():
                     self.start(action)
+                case Copy():
+                    self.copy(action, times)
                 case Done(key):
+                    self.wait_for_copy(key)
                     self.wait(key)
                 case Branch(body) if branches:
                     self.run(body, times)
@@ -318,27 +344,44 @@ class _Walk:
                     self.run(body, times * trip_count)
 
     def start(self, action: Start) -> None:
-        """Begin a transfer as soon as the links of its mesh axes are free."""
-        begin = max([self.now, *(self.links.get(axis, 0.0) for axis in action.axes)])
-        end = begin + action.seconds
-        self.links.update(dict.fromkeys(action.axes, end))
-        self.under_way[action.key] = end, action
-        self.transfers.append(Span(" x ".join(action.axes), begin, end))
+        """Begin a transfer."""
+        number = self.links.send(action.axes, action.seconds, self.now)
+        self.under_way[action.key] = number, action
         key = action.kind, action.axes
         self.collectives[key] = self.collectives.get(key, 0.0) + action.seconds
 
     def wait(self, key: str) -> None:
         """Wait for a transfer. The wait is zero if the transfer has ended or sends nothing."""
-        end, action = self.under_way.pop(key, (0.0, None))
-        if action is not None and end > self.now:
+        if key not in self.under_way:
+            return
+        number, action = self.under_way.pop(key)
+        end = self.links.end_of(number, self.now)
+        if end > self.now:
+            self.idle += end - self.now
             self.spend(
                 "exposed",
                 end - self.now,
                 self.costs.get(action.line.name, _Cost(action.line, action.kind)),
             )
 
+    def copy(self, action: Copy, times: int) -> None:
+        """Begin a copy that is made `times` times, each beside the operations of one turn."""
+        self.copied_at = max(self.copied_at, self.idle) + action.seconds * times
+        self.copies[action.key] = self.copied_at, times, action.line
+
+    def wait_for_copy(self, key: str) -> None:
+        """Wait until a copy had enough of the bandwidth. Nothing happens for other keys."""
+        end, times, line = self.copies.pop(key, (0.0, 1, None))
+        if line is not None and end > self.idle:
+            seconds = (end - self.idle) / times
+            self.idle = end
+            self.spend(
+                "compute", seconds, self.costs.get(line.name, _Cost(line, None)), times=times
+            )
+
     def compute(self, action: Compute, times: int) -> None:
         """Compute an instruction `times` times."""
+        self.idle += (action.seconds - action.memory_seconds) * times
         cost = self.costs.get(action.line.name, _Cost(action.line, None, action.basis))
         self.spend("compute", action.seconds, cost, times=times)
 
@@ -358,6 +401,10 @@ class _Walk:
         """Return the sums as a `StepSeconds`."""
         exposed = math.fsum(cost.seconds for cost in self.costs.values() if cost.kind)
         compute = math.fsum(cost.seconds for cost in self.costs.values() if not cost.kind)
+        transfers = [
+            Span(" x ".join(transfer.axes), transfer.start, transfer.end)
+            for transfer in self.links.ended.values()
+        ]
         most_expensive = sorted(self.costs.values(), key=lambda cost: -cost.seconds)
         operations = tuple(
             CompiledOperation(
@@ -375,11 +422,11 @@ class _Walk:
             total=compute + exposed,
             compute=compute,
             exposed=exposed,
-            hidden=max(math.fsum(span.end - span.start for span in self.transfers) - exposed, 0.0),
+            hidden=max(math.fsum(self.collectives.values()) - exposed, 0.0),
             operations=operations[:_MAX_OPERATIONS],
             all_operations=operations,
             collectives=self.collectives,
-            spans=tuple(sorted([*self.core, *self.transfers], key=lambda span: span.start)),
+            spans=tuple(sorted([*self.core, *transfers], key=lambda span: span.start)),
             notes=tuple(
                 f"assumed: {count} x {assumption}"
                 for assumption, count in sorted(self.reader.assumed.items())

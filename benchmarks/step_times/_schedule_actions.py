@@ -12,7 +12,14 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from shardopt.hlo._collective import Collective
-from shardopt.hlo._hlo_text import Instruction, attributes, nbytes, operands
+from shardopt.hlo._hlo_text import (
+    Instruction,
+    array_shape,
+    attributes,
+    elements,
+    operands,
+    tiled_nbytes,
+)
 from shardopt.hlo._program import CompiledProgram
 from shardopt.hlo._walk import (
     CollectiveSite,
@@ -33,6 +40,13 @@ from step_times._attention_kernels import (
     scheduled_cycles,
     shared_by_cores,
 )
+from step_times._vector_work import (
+    KERNELS,
+    FusionReader,
+    VectorUnits,
+    VectorWork,
+    is_in_hbm,
+)
 
 Kernels = Literal["scheduled", "stated"]
 """Where the seconds of a Pallas kernel come from: its final schedule if that is known, or the flops
@@ -43,12 +57,14 @@ that it states.
 class Compute(NamedTuple):
     """Computation on the TensorCore.
 
-    `basis` says where the seconds of a Pallas kernel come from.
+    `basis` says where the seconds of a Pallas kernel come from. `memory_seconds` is how long its own
+    bytes take the HBM.
     """
 
     line: Instruction
     seconds: float
     basis: str = ""
+    memory_seconds: float = 0.0
 
 
 class Start(NamedTuple):
@@ -61,8 +77,16 @@ class Start(NamedTuple):
     seconds: float
 
 
+class Copy(NamedTuple):
+    """A copy between HBM and VMEM begins beside the TensorCore; alone it takes `seconds`."""
+
+    key: str
+    line: Instruction
+    seconds: float
+
+
 class Done(NamedTuple):
-    """The TensorCore waits for the transfer with this key."""
+    """The TensorCore waits for the transfer or copy with this key."""
 
     key: str
 
@@ -84,7 +108,7 @@ class Branch(NamedTuple):
     computation: str
 
 
-Action = Compute | Start | Done | Loop | Branch
+Action = Compute | Start | Copy | Done | Loop | Branch
 
 
 @dataclasses.dataclass
@@ -98,9 +122,10 @@ class Reader:
       program: the compiled program.
       chip: the chip that runs it.
       clock: cycles per second of the chip, the unit of XLA's estimates.
+      memory_share: the share of the HBM bandwidth that operations without products reach.
       schedule: the schedule of a pipeline.
       kernels: where the seconds of Pallas kernels come from.
-      assumed: number of assumptions by their text: loops with unknown trip counts, instructions
+      assumed: number of assumptions by their text: loops with unknown trip counts, products
         without an estimate.
       actions: actions by computation.
       costs: seconds by computation.
@@ -109,6 +134,7 @@ class Reader:
     program: CompiledProgram
     chip: Hardware
     clock: float
+    memory_share: float
     schedule: Schedule | None = None
     kernels: Kernels = "scheduled"
     assumed: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -117,6 +143,8 @@ class Reader:
 
     def __post_init__(self) -> None:
         self.sending = computations_with_collectives(self.program.module)
+        self.fusions = FusionReader(self.program.module)
+        self.units = VectorUnits.of(self.chip, self.memory_share)
         unread = unread_starts(self.program.module)
         if unread:
             self.assumed["SparseCore start without a collective, counted as nothing"] = len(unread)
@@ -169,7 +197,7 @@ class Reader:
                         times.append(turns * self.cost(body))
                     case Branch(body):
                         times.append(self.cost(body))
-                    case Compute(_, seconds, _) | Start(_, _, _, _, seconds):
+                    case Compute(_, seconds) | Start(_, _, _, _, seconds):
                         times.append(seconds)
             self.costs[name] = math.fsum(times)
         return self.costs[name]
@@ -202,21 +230,54 @@ class Reader:
         return hops * collective.wire_bytes / (axes * self.chip.link_bandwidth)
 
     def compute(self, line: Instruction, shapes: dict[str, str], *, sends: bool) -> Compute:
-        """Return the computation of an instruction on the TensorCore."""
-        cycles = _CYCLES.search(line.arguments)
-        if cycles and int(cycles[1]) < _UNKNOWN_CYCLES:
-            return Compute(line, int(cycles[1]) / self.clock)
+        """Return the computation of an instruction on the TensorCore.
+
+        Products, and operations that send, take the cycles that XLA estimates. All others take what
+        `VectorUnits` says, kernels too.
+        """
         if (
             line.opcode == "custom-call"
             and 'custom_call_target="tpu_custom_call"' in line.arguments
         ):
-            return self._kernel(line, [shapes[name] for name in operands(line) if name in shapes])
-        return Compute(line, self._memory_seconds(line, sends=sends))
+            return self._kernel(line, shapes)
+        if line.opcode in _FREE or any(word in line.arguments for word in _FREE_CALLS):
+            return Compute(line, 0.0)
+        work = self.fusions.work(line, shapes)
+        nbytes = self.fusions.moved_bytes(line, shapes)
+        seconds = self.units.seconds(nbytes, work)
+        memory_seconds = self.units.seconds(nbytes, VectorWork(0))
+        has_product = self.fusions.has_product(line)
+        if has_product or sends:
+            match = _CYCLES.search(line.arguments)
+            is_known = match is not None and int(match[1]) < _UNKNOWN_CYCLES
+            if is_known or sends:
+                seconds = int(match[1]) / self.clock if is_known else 0.0
+            else:
+                self.assumed[
+                    f"product {_stem(line)} without an estimate, counted by its bytes"
+                ] += 1
+        return Compute(line, seconds, memory_seconds=min(memory_seconds, seconds))
 
-    def _kernel(self, line: Instruction, inputs: list[str]) -> Compute:
-        """Return the computation of a Pallas kernel by its final schedule, by its flops at the
-        chip's peak, or by bytes.
+    def copy(self, line: Instruction) -> Copy | None:
+        """Return a copy that begins with an instruction; None for a copy to or from the host."""
+        parts = elements(line.shape)
+        if not _COPIES.search(line.opcode) or len(parts) < 2 or "S(5)" in line.shape:
+            return None
+        # a copy has its result and its input, an asynchronous slice its inputs and its result
+        result, source = parts[:2]
+        if result.startswith("("):
+            result, source = source, elements(result)[0]
+        moved = tiled_nbytes(result) * (is_in_hbm(result) + is_in_hbm(source))
+        return Copy(line.name, line, self.units.seconds(moved, VectorWork(0)))
+
+    def _kernel(self, line: Instruction, shapes: dict[str, str]) -> Compute:
+        """Return the computation of a Pallas kernel: by its final schedule, or by its flops at the
+        chip's peak and its bytes; without products by the rule for all operations.
         """
+        inputs = [shapes[name] for name in operands(line) if name in shapes]
+        memory_seconds = self.units.seconds(
+            self.fusions.moved_bytes(line, shapes), self._kernel_work(line, inputs)
+        )
         call = kernel_call(line, inputs, self.chip.name)
         flops_seconds = kernel_flops(line, inputs) / self.chip.flops
         if self.chip.name in _TWICE_AS_FAST.get(line.name.partition("_")[0], ()):
@@ -230,22 +291,22 @@ class Reader:
             if cycles:
                 # the bundles do not contain the stalls of a matrix unit that is asked for more than
                 # its peak
-                return Compute(line, max(share * cycles / self.clock, flops_seconds), "scheduled")
+                seconds = max(share * cycles / self.clock, flops_seconds, memory_seconds)
+                return Compute(line, seconds, "scheduled", memory_seconds)
         if flops_seconds:
-            return Compute(line, flops_seconds, "stated")
-        self.assumed[f"kernel {_stem(line)} without an estimate, counted by its bytes"] += 1
-        moved = nbytes(line.shape) + sum(map(nbytes, inputs))
-        return Compute(line, moved / self.chip.memory_bandwidth, "bytes")
+            seconds = max(flops_seconds, memory_seconds)
+            return Compute(line, seconds, "stated", memory_seconds)
+        return Compute(line, memory_seconds, "bytes", memory_seconds)
 
-    def _memory_seconds(self, line: Instruction, *, sends: bool) -> float:
-        """Return the seconds in which an instruction without an estimate reads and writes as much
-        as its result.
-        """
-        is_free = line.opcode in _FREE or any(word in line.arguments for word in _FREE_CALLS)
-        if sends or is_free or nbytes(line.shape) <= _SMALL:
-            return 0.0
-        self.assumed[f"{_stem(line)} without an estimate, counted by the bytes of its result"] += 1
-        return 2 * nbytes(line.shape) / self.chip.memory_bandwidth
+    def _kernel_work(self, line: Instruction, inputs: list[str]) -> VectorWork:
+        """Return the arithmetic of a kernel without products; none if its name is not known."""
+        names = [name for name in KERNELS if name in line.name]
+        if not names:
+            if not kernel_flops(line, inputs):
+                self.assumed[f"kernel {_stem(line)}, whose arithmetic is not known"] += 1
+            return VectorWork(0)
+        size = max(math.prod(array_shape(shape)) for shape in inputs)
+        return VectorWork(*(size * count for count in KERNELS[names[0]]))
 
 
 @dataclasses.dataclass
@@ -315,6 +376,10 @@ class _Computation:
             self.delayed[line.name] = starts
         else:
             yield from starts
+        copy = None if sites else self.reader.copy(line)
+        if copy:
+            self.keys[line.name] = copy.key
+            yield copy
         if not line.opcode.endswith("-start"):
             compute = self.reader.compute(line, self.shapes, sends=bool(sites))
             if compute.seconds:
@@ -334,6 +399,7 @@ _TWICE_AS_FAST = {"int8": ("v5e", "v5p", "v6e"), "fp8": ("tpu7x",)}
 """
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN_CYCLES = 2**62
+_COPIES = re.compile(r"^(copy|slice|dynamic-slice|dynamic-update-slice|async)-start$")
 _FREE = (
     "parameter",
     "constant",
@@ -346,10 +412,6 @@ _FREE = (
     "opt-barrier",
 )
 _FREE_CALLS = ('custom_call_target="AllocateBuffer"', 'custom_call_target="ConcatBitcast"')
-_SMALL = 4096
-"""Bytes of a register. Results of at most this size, such as scalars, have no estimate and take
-almost no time.
-"""
 
 
 def _stated_torus_axes(line: Instruction) -> int | None:

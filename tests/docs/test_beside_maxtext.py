@@ -110,10 +110,27 @@ def test_the_claim_is_one_over_the_other(script):
     assert script.compared({"shardopt": program(1, 1), "maxtext": {"error": "does not fit"}}) == {}
     line = script.table({"a": programs | claim}).splitlines()[-1]
     cells = (
-        "900 (90), 1200, 6.0 | fused products, 48 MiB; best of 2 | 1000 (100), 1500, 5.0 |"
-        " defaults, 48 MiB; best of 1"
+        "900 (90), 1200, 6.0 |  | fused products, 48 MiB; best of 2 | 1000 (100), 1500, 5.0 |"
+        "  | defaults, 48 MiB; best of 1"
     )
     assert line == f"| a | {cells} | 1.200 | 0.0.52 | abc1234 |"
+
+
+def test_mfu_is_counted_with_causal_and_with_full_attention(script):
+    (row,) = (row for row in script.TABLE if row.name == "llama3-8b v5p:4x4x4 4096 x 1")
+    causal, full = script.model_flops(row)
+    weights = 32 * (4096 * (4096 * 2 + 1024 * 2) + 3 * 4096 * 14_336) + 4096 * 128_256
+    scores = 12 * 32 * 32 * 128 * 4096**2
+    assert (causal, full) == (
+        6 * weights * 4096 + scores / 2,
+        6 * weights * 4096 + scores,
+    )
+    # the products are those of the compiled program
+    results = json.loads(script.RESULTS.read_text())["results"]
+    assert results[row.name]["shardopt"]["flops"] == pytest.approx(6 * weights * 4096, rel=1e-3)
+    assert script.mfu(row.name, causal / 459e12) == f"100.0%, {full / causal:.1%}"
+    assert script.mfu("no row", 1.0) == ""
+    assert {row.model for row in (*script.TABLE, *script.MORE)} == set(script.SIZES)
 
 
 def test_the_picture_is_drawn_from_what_is_there(script, tmp_path):

@@ -4,6 +4,7 @@ machine has not.
 - `python make.py tpu v5e:2x4`: needs `pip install libtpu`
 - `python make.py slices v5e:2x4`: likewise
 - `python make.py sparse v6e:4x4`: likewise, with jax 0.11 or later; once for each libtpu
+- `python make.py memory v6e:2x2`: likewise
 - `python make.py gpu`: needs `pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt` of jaxlib's version
 """
 
@@ -136,6 +137,40 @@ def sparse_core(topology):
     return jax.jit(mapped, compiler_options=dict(so.runtime.compiler_options(mesh))).lower(*shapes)
 
 
+def memory_bound(topology):
+    """Copies of n numbers of 16 and of 32 bits, and one computation by XLA and by a kernel."""
+    from jax.experimental import pallas as pl
+
+    from shardopt.planning import topology_devices
+
+    mesh = so.make_mesh(data=4, devices=topology_devices(topology))
+
+    def scale(x):
+        return (x.astype(jnp.float32) * 2 + 1).astype(x.dtype)
+
+    def kernel(x, out):
+        out[...] = scale(x[...])
+
+    def program(half, whole, first, second):
+        block = pl.BlockSpec((256, half.shape[1]), lambda row: (row, 0))
+        by_kernel = pl.pallas_call(
+            kernel,
+            grid=(half.shape[0] // 256,),
+            in_specs=[block],
+            out_specs=block,
+            out_shape=jax.ShapeDtypeStruct(half.shape, half.dtype),
+            name="scaled_by_kernel",
+        )
+        return jnp.copy(half), jnp.copy(whole), scale(first), by_kernel(second)
+
+    mapped = jax.shard_map(program, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    shapes = [
+        jax.ShapeDtypeStruct((4096, 8192), dtype, sharding=NamedSharding(mesh, P()))
+        for dtype in (jnp.bfloat16, jnp.float32, jnp.bfloat16, jnp.bfloat16)
+    ]
+    return jax.jit(mapped).lower(*shapes)
+
+
 _READ = (
     r'"known_trip_count":\{.*?\}|"is_sync":\w+|"async_collective_fusion_config":\{.*?\}'
     r'|"estimated_cycles":"\d+"|"emitter":".*?"|"offload":"\w+"'
@@ -168,6 +203,10 @@ if __name__ == "__main__" and sys.argv[1] == "slices":
     Path(__file__).with_name(f"{sys.argv[2].split(':')[0]}_two_slices.hlo").write_text(
         trimmed(text)
     )
+elif __name__ == "__main__" and sys.argv[1] == "memory":
+    text = memory_bound(sys.argv[2]).compile().as_text()
+    name = f"{sys.argv[2].split(':')[0]}_memory_bound.hlo"
+    Path(__file__).with_name(name).write_text(trimmed(text))
 elif __name__ == "__main__" and sys.argv[1] == "sparse":
     text = sparse_core(sys.argv[2]).compile().as_text()
     name = f"{sys.argv[2].split(':')[0]}_sparse_core_{version('libtpu')}.hlo"
