@@ -7,11 +7,10 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
+from recovery_plan import CAUSES, Failures, Recovery
 
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling
-from shardopt.planning import Failures
-from shardopt.planning._recovery import CAUSES, Recovery
 
 
 @calling("simulate_failures")
@@ -35,7 +34,7 @@ def simulate_failures(
       ValueError: if a number is out of range.
 
     Example:
-      >>> from shardopt.planning import Failures, plan_recovery
+      >>> from recovery_plan import Failures, plan_recovery
       >>> failures = Failures(mtbf=1000 * 3600, restart=300, save=5)
       >>> predicted = plan_recovery(failures, chips=512)
       >>> simulated = simulate_failures(failures, predicted)

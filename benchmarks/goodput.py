@@ -24,9 +24,7 @@ from typing import NamedTuple
 
 from common import write_json
 from failure_simulation import simulate_failures
-
-from shardopt.planning import Failures, plan_recovery
-from shardopt.planning._recovery import Recovery
+from recovery_plan import Failures, Recovery, plan_recovery
 
 MINUTE = 60.0
 HOUR = 3600.0

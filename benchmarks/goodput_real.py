@@ -29,9 +29,8 @@ from pathlib import Path
 
 from common import write_json
 from failure_simulation import simulate_failures
+from recovery_plan import Failures, plan_recovery
 from restarts import ROOT, WORKER, note, pid_of
-
-from shardopt.planning import Failures, plan_recovery
 
 PROCESSES = 16
 EVERY = 30

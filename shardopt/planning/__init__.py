@@ -6,7 +6,6 @@ from shardopt.planning._aot import aot
 from shardopt.planning._hardware import HARDWARE, Hardware
 from shardopt.planning._layout import ParallelLayout
 from shardopt.planning._models import MODELS, Transformer
-from shardopt.planning._recovery import Failures, plan_recovery
 from shardopt.planning._search import predict
 from shardopt.planning._topologies import topology_devices
 from shardopt.planning._workload import trace
@@ -14,12 +13,10 @@ from shardopt.planning._workload import trace
 __all__ = [
     "HARDWARE",
     "MODELS",
-    "Failures",
     "Hardware",
     "ParallelLayout",
     "Transformer",
     "aot",
-    "plan_recovery",
     "predict",
     "topology_devices",
     "trace",

@@ -8,8 +8,7 @@ import re
 import pytest
 from support.scripts import imported
 
-from shardopt.planning import Failures, plan_recovery
-from shardopt.planning._recovery import best_period
+from benchmarks.recovery_plan import Failures, best_period, plan_recovery
 
 pytestmark = pytest.mark.fast
 
