@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from shardopt.config._axes import AxisTable, axes_of
 from shardopt.config._options import OPTIONS, BatchDims, OptStateLayout, View
 from shardopt.config._program_check import ProgramCheck
-from shardopt.config._recipe import Recipe
 from shardopt.config._slots import Differentiate, StepSlots
 from shardopt.config._sync import SyncConfig
 from shardopt.config._user_mesh import Axes, UserMesh
@@ -165,7 +164,6 @@ class StrategyConfig(NamedTuple):
       sums: whether the gradients of a step come with the sums of each device's own gradient, see
         `diagnose._verified`.
       filled: what fills the slots of the step; None until `build`.
-      recipe: the call that made the strategy, for another process; None if it is unknown.
       report: `report(abstract_params=None)`, the placement of every leaf, by default for the last
         parameters.
     """
@@ -187,7 +185,6 @@ class StrategyConfig(NamedTuple):
     user_mesh: UserMesh | None = None
     sums: bool = False
     filled: StepSlots | None = None
-    recipe: Recipe | None = None
     report: Callable[..., Report] = _no_report
 
     def replace(self, **fields: Any) -> StrategyConfig:

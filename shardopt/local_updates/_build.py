@@ -3,7 +3,6 @@
 import optax
 
 from shardopt.config._check import check_optimizer
-from shardopt.config._recipe import Recipe
 from shardopt.config._sync import SyncConfig
 from shardopt.core import calling, check_count, check_is_number, type_error, value_error
 from shardopt.core._reducer import check_reducer
@@ -194,7 +193,6 @@ def combine(caller: str, strategy: ShardedOptimizer, sync: SyncConfig) -> Sharde
     config = strategy.config._replace(
         strategy=caller,
         local_updates=sync._replace(mix=float(sync.mix)),
-        recipe=Recipe(combine, (caller, strategy, sync), {}),
     )
     return build(config, compile_step=compile_local_step)
 

@@ -8,8 +8,7 @@ import optax
 from jax.sharding import Mesh
 
 from shardopt.config._config import StrategyConfig
-from shardopt.config._recipe import Recipe
-from shardopt.core import PyTree, TrainState, format_error, type_error
+from shardopt.core import PyTree, TrainState, error_text, format_error, type_error
 from shardopt.core._loss_parts import StepMetrics
 from shardopt.step._global_rows import rows_of
 from shardopt.step._norms import Norms
@@ -101,9 +100,7 @@ class AbstractStateFn(Protocol):
 class ShardedOptimizer(NamedTuple):
     """An optax optimizer made distributed: a bundle of pure functions over a mesh.
 
-    cloudpickle sends it to another process with its optimizer, its loss and the shape of its mesh.
-    The mesh is made there, of the devices there: if it has all devices, its data axis gets the size
-    that is left.
+    It belongs to its process, and cannot be pickled. Send a function that makes it.
 
     Attributes:
       init: `init(params, rng=None)` or `init(init_fn, rng) -> TrainState`, created sharded.
@@ -158,19 +155,9 @@ class ShardedOptimizer(NamedTuple):
         )
         raise TypeError(format_error(strategy, problem, fix=fix))
 
-    def __reduce__(self) -> tuple[Callable[..., "ShardedOptimizer"], tuple[Any, ...]]:
-        """Return how cloudpickle makes the strategy again in another process, on its devices.
-
-        Raises:
-          TypeError: if it is unknown how the strategy was made.
-        """
-        strategy = self.config.strategy
-        recipe = self.config.recipe
-        if recipe is None:
-            problem = "it is unknown how this strategy was made, so another process cannot make it."
-            fix = "send the optimizer and the loss, and make the strategy there."
-            raise TypeError(format_error(strategy, problem, fix=fix))
-        return _remake, (_sent_by_value(strategy), recipe.without_devices())
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled."""
+        _refuse_pickle()
 
     def __copy__(self) -> "ShardedOptimizer":
         """Return the strategy itself: it never changes."""
@@ -207,38 +194,20 @@ class ShardedOptimizer(NamedTuple):
 
 
 class NotPickled:
-    """A part of a strategy that belongs to this process: it is not sent to another one without the
-    strategy.
-    """
+    """A part of a strategy, which belongs to this process."""
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled."""
-        problem = (
-            "a function of a strategy, such as opt.step, cannot be pickled: it has programs and"
-            " devices of this process."
-        )
-        raise TypeError(f"{problem}\nFix: send the strategy, opt, and call its function there.")
+        _refuse_pickle()
 
 
-def _remake(_: Callable[[], None], recipe: Recipe) -> ShardedOptimizer:
-    return recipe.call()
-
-
-def _sent_by_value(strategy: str) -> Callable[[], None]:
-    """Return a function that Python's pickle refuses with its name, which is the remedy.
-
-    pickle finds functions by name, and optax has no names for the functions of an optimizer.
-    cloudpickle sends the code of functions, of this one too.
-    """
-
-    def mark() -> None:
-        pass
-
-    mark.__qualname__ = (
-        f"so.{strategy}: pickle cannot send the functions of an optax optimizer. Fix: use"
-        " cloudpickle.dumps(opt), or make the strategy in the other process"
+def _refuse_pickle() -> NoReturn:
+    problem = (
+        "a strategy, or a function of it such as opt.step, cannot be pickled: it has programs and"
+        " devices of this process."
     )
-    return mark
+    fix = "send a function that makes the strategy, and call it in the other process."
+    raise TypeError(error_text(problem, fix=fix))
 
 
 def check_is_strategy(opt: object) -> None:

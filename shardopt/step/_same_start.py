@@ -19,7 +19,7 @@ from shardopt.runtime._agreement import agree, groups, processes_of
 from shardopt.step._host_batch import digest_of
 
 _PACKAGES = ("jax", "jaxlib", "optax", "shardopt")
-_NO_OPTIONS = ("mesh", "user_mesh", "filled", "report", "check", "strategy", "recipe")
+_NO_OPTIONS = ("mesh", "user_mesh", "filled", "report", "check", "strategy")
 """Fields of a config that hold no option, or that are functions."""
 _CHUNK = 256
 """Lines of a program that are compared together to find the first line that differs."""

@@ -10,10 +10,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from shardopt.config._options import ARGUMENTS, OPTIONS, Option, records
-from shardopt.config._recipe import Recipe
 from shardopt.core import calling, format_error, quoted
 from shardopt.core._tracebacks import api_boundary
-from shardopt.step._optimizer import ShardedOptimizer
 
 Strategy = TypeVar("Strategy", bound=Callable[..., Any])
 
@@ -59,11 +57,7 @@ def with_options(strategy: Strategy) -> Strategy:
         if unknown:
             raise TypeError(_unknown_keywords(name, unknown, list(signature.parameters)))
         with calling(name):
-            opt = strategy(*args, **(defaults | arguments))
-        if isinstance(opt, ShardedOptimizer):
-            recipe = Recipe(with_defaults, args, arguments)
-            opt = opt._replace(config=opt.config._replace(recipe=recipe))
-        return opt
+            return strategy(*args, **(defaults | arguments))
 
     cast(Any, with_defaults).__signature__ = signature
     with_defaults.__doc__ = _docstring(strategy.__doc__ or "", list(signature.parameters))
