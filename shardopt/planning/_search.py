@@ -56,6 +56,13 @@ SCHEDULES = (
 """No other schedule is predicted to be faster than all of these with the same memory."""
 
 
+KNOWN_ERROR = (
+    "all numbers are estimated: measured steps of 70B on v5e took 1.3 to 1.7 times as long, and 15 to"
+    " 17% more memory"
+)
+"""How far measured runs were from predictions: `docs/planning.md` has the source."""
+
+
 class Prediction(NamedTuple):
     """A layout and its predicted memory, traffic and time.
 
@@ -239,8 +246,11 @@ def plan(
         remat_choices,
         dtypes,
     )
-    ranking.add(space.layouts())
+    contexts = space.contexts()
+    ranking.add(space.layouts(contexts))
     fitting = ranking.fitting
+    if not fitting:
+        ranking.add(space.layouts(space.other_contexts(contexts)))
     dropped = ranking.dropped
     dropped.sort(key=lambda entry: entry.missing_bytes or float("inf"))
     fitting.sort(key=lambda prediction: (prediction.time.total, prediction.memory.total))
@@ -362,14 +372,13 @@ class _Space(NamedTuple):
     remat: Sequence[bool | str]
     dtypes: tuple[DTypeLike | None, DTypeLike | None]
 
-    def layouts(self) -> Iterator[ParallelLayout]:
+    def layouts(self, contexts: Sequence[int]) -> Iterator[ParallelLayout]:
         """Yield the layouts of `devices` devices whose sizes divide the model and the batch.
 
         - tensor and pipeline: powers of two up to 64, or small divisors of the number of devices.
           Stages divide the blocks.
         - replica: 1, or one copy per slice.
-        - context: divisors of the positions, if there are fewer rows than devices or rows of more
-          than 16,384 positions.
+        - context: `contexts`.
         - expert: divisors of the number of experts.
         - data: the remaining devices.
         - micro-batches: powers of two, with at least one row per device; in a pipeline at least one
@@ -382,9 +391,7 @@ class _Space(NamedTuple):
                 for n in _divisors(slice_devices // tensor, _MAX_SIZE)
                 if self.workload.num_blocks % n == 0
             ]
-            for pipeline, context, expert in itertools.product(
-                stages, self._contexts(), self._experts()
-            ):
+            for pipeline, context, expert in itertools.product(stages, contexts, self._experts()):
                 copies, remainder = divmod(slice_devices // tensor, pipeline * context * expert)
                 copies *= self.slices
                 if remainder or self.batch_size % (copies * expert):
@@ -436,13 +443,24 @@ class _Space(NamedTuple):
             choice for choice in named if not getattr(self.workload.recompute(choice), "flops", 0.0)
         ]
 
-    def _contexts(self) -> list[int]:
+    def contexts(self) -> list[int]:
+        """Return the sizes of context to try first: divisors of the positions, if there are fewer
+        rows than devices or rows of more than 16,384 positions.
+        """
         workload = self.workload
         if workload.attention is None or (
             self.batch_size >= self.devices and workload.tokens <= _LONG_ROW
         ):
             return [1]
         return [n for n in _divisors(self.devices, _MAX_SIZE, small=0) if workload.tokens % n == 0]
+
+    def other_contexts(self, tried: Sequence[int]) -> list[int]:
+        """Return all other sizes of context, for a model that fits with none of those tried."""
+        if self.workload.attention is None:
+            return []
+        tokens = self.workload.tokens
+        sizes = _divisors(self.devices, self.devices, small=self.devices)
+        return [n for n in sizes if tokens % n == 0 and n not in tried]
 
     def _experts(self) -> list[int]:
         experts = self.workload.experts
@@ -599,7 +617,7 @@ def _table(plans: Plans, count: int) -> str:
             *lines,
             *([f"... and {unlisted} more that fit"] if unlisted > 0 else []),
             (
-                "MFU: flops of the model / flops that the chips could do\n"
+                f"MFU: flops of the model / flops that the chips could do\n{KNOWN_ERROR}\n"
                 f"{plural(too_large, 'layout')} dropped for memory ({plans.limit / 1e9:.1f} GB per"
                 f" {'chip' if plans.hardware.devices == 1 else 'device'} may be used)"
             ),
