@@ -70,8 +70,8 @@ figure, (memory_axes, traffic_axes) = plt.subplots(
     1, 2, figsize=(12.8, 1.5 + 0.3 * len(shown)), sharey=True, layout="constrained"
 )
 for axes, parts, unit in (
-    (memory_axes, [plan.memory._asdict() for plan in shown], "GB per device"),
-    (traffic_axes, [plan.wire_bytes for plan in shown], "GB sent per device and step"),
+    (memory_axes, [plan.memory._asdict() for plan in shown], "estimated GB per device"),
+    (traffic_axes, [plan.wire_bytes for plan in shown], "estimated GB sent per device and step"),
 ):
     starts = np.zeros(len(shown))
     for part in dict.fromkeys(name for row in parts for name in row):
@@ -125,11 +125,13 @@ time_axes.loglog(counts, ideal, color="0.75", linewidth=6, label="twice the chip
 time_axes.loglog(
     counts, [plan.time.total for plan in best], "o-", color="#33608c", label="best layout"
 )
-time_axes.set(title="seconds a step", xlabel="chips")
+time_axes.set(title="estimated seconds a step", xlabel="chips")
 time_axes.set_yticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
 time_axes.legend(frameon=False)
 mfu_axes.semilogx(counts, [100 * plan.mfu for plan in best], "o-", color="#33608c")
-mfu_axes.set(title="% of the peak that goes into the model (MFU)", xlabel="chips", ylim=(0, 100))
+mfu_axes.set(
+    title="estimated % of the peak that goes into the model (MFU)", xlabel="chips", ylim=(0, 100)
+)
 for axes in (time_axes, mfu_axes):
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.minorticks_off()
@@ -174,7 +176,7 @@ axes.bar(
     [100 * prediction.mfu for prediction in predictions],
     0.38,
     color="#8fb0cf",
-    label="predicted, an upper bound",
+    label="estimated, an upper bound",
 )
 axes.bar(
     positions + 0.2, [100 * row[5] for row in published], 0.38, color="#33608c", label="published"
