@@ -3,14 +3,14 @@ calls.
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from shardopt.core import PyTree
-from shardopt.parameter_server._run import AsyncRun, Availability, RunSnapshot, take_snapshot
+from shardopt.parameter_server._run import AsyncRun, RunSnapshot, take_snapshot
 from shardopt.parameter_server._updates import Update
 from shardopt.parameter_server._views import Status
 
@@ -64,10 +64,9 @@ class Coordinator:
     """Lets workers enter, pull, push and leave: each call blocks until it may proceed, or tells
     that the run has ended.
 
-    All calls wait on one condition variable, until one of four conditions is true:
+    All calls wait on one condition variable, until one of three conditions is true:
 
     - the bound lets the worker start its step;
-    - the worker is due to join;
     - a milestone was taken away;
     - the run has ended.
 
@@ -78,55 +77,38 @@ class Coordinator:
     Args:
       run: the server, new or restored.
       num_updates: the version to stop at; pushes that are in flight then are dropped.
-      availability: the periods of each worker. At the end of a period the worker dies, and its step
-        is lost.
+      workers: the workers of the run.
       policy: which versions are milestones.
     """
 
     def __init__(
-        self, run: AsyncRun, num_updates: int, availability: Availability, policy: SavePolicy
+        self, run: AsyncRun, num_updates: int, workers: Collection[int], policy: SavePolicy
     ):
         self.run = run
         self.num_updates = num_updates
         self.policy = policy
-        # worker -> the version at which its current period ends
-        self.period_ends: dict[int, float] = {}
-        self.incarnations = dict.fromkeys(availability, 0)
-        self.restarting: set[int] = set()  # workers that were killed and will join again
+        self.present: set[int] = set()  # workers that have joined and not left
+        self.incarnations = dict.fromkeys(workers, 0)
         self.stop_reason: str | None = None
         # the end reason of a run that has reached `num_updates`
         self.completion_reason = "completed"
-        self.running_workers = set(availability)  # workers whose thread or process has not ended
+        self.running_workers = set(workers)  # workers whose thread or process has not ended
         self.milestones: list[Milestone] = []
         self.milestone_version = run.state.version  # the version of the last milestone
         self.changed = threading.Condition()
-        version = run.state.version
-        self.periods = {  # worker -> its periods that have not begun yet
-            worker: [(start, end) for start, end in periods if end > version]
-            for worker, periods in availability.items()
-        }
         if not self.is_over():
             self._admit_first_workers()
 
     def enter(self, worker: int, incarnation: int = 0) -> int | None:
-        """Wait until the worker's period begins.
+        """Let a worker join, unless it is present.
 
-        Return its position in its data, or None if no period is left.
+        Return its position in its data, or None if it must end.
         """
         with self.changed:
-            self.changed.wait_for(
-                lambda: (
-                    self.must_end(worker, incarnation)
-                    or worker in self.period_ends
-                    or self._is_due(worker)
-                    or self._is_stuck()
-                )
-            )
-            if self.must_end(worker, incarnation) or not (
-                worker in self.period_ends or self._join_if_due(worker)
-            ):
-                self.changed.notify_all()
+            if self.must_end(worker, incarnation):
                 return None
+            if worker not in self.present:
+                self._join(worker)
             self.changed.notify_all()
             return self.run.positions[worker]
 
@@ -138,16 +120,11 @@ class Coordinator:
         asked_at = self.run.now()
         with self.changed:
             self.changed.wait_for(
-                lambda: (
-                    self.must_end(worker, incarnation)
-                    or self._period_is_over(worker)
-                    or self.run.may_pull(worker)
-                    or not ready
-                )
+                lambda: self.must_end(worker, incarnation) or self.run.may_pull(worker) or not ready
             )
             if self.must_end(worker, incarnation):
                 return None
-            if not ready or self._period_is_over(worker):
+            if not ready:
                 self._leave(worker, asked_at)
                 return None
             event = self.run.pull(worker, asked_at)
@@ -157,9 +134,6 @@ class Coordinator:
         """Take the result of a step; return False if the worker must stop."""
         with self.changed:
             if self.must_end(worker, incarnation):
-                return False
-            if self._period_is_over(worker):
-                self._leave(worker)
                 return False
             previous_version = self.run.state.version
             self.run.push(worker, update, version)
@@ -178,16 +152,9 @@ class Coordinator:
         """
         with self.changed:
             self.incarnations[worker] += 1
-            if worker in self.period_ends:
-                if restarting:
-                    self.periods[worker].insert(
-                        0, (self.run.state.version, self.period_ends[worker])
-                    )
+            if worker in self.present:
                 self._leave(worker)
-            if restarting:
-                self.restarting.add(worker)
-            else:
-                self.periods[worker] = []
+            if not restarting:
                 self.running_workers.discard(worker)
             self.changed.notify_all()
 
@@ -246,35 +213,28 @@ class Coordinator:
         )
 
     def _admit_first_workers(self) -> None:
-        """Let the workers that are due join in order, so that the log does not depend on the speed
-        of their threads.
+        """Let the workers join in order, so that the log does not depend on the speed of their
+        threads.
         """
-        for worker in sorted(set(self.run.state.clock.steps) - set(self.periods)):
+        present = self.run.state.clock.steps
+        for worker in sorted(set(present) - self.running_workers):
             # it worked when the checkpoint was saved, and is not part of this run
             self.run.leave(worker)
-        for worker in sorted(self.periods):
-            if worker in self.run.state.clock.steps:
+        for worker in sorted(self.running_workers):
+            if worker in present:
                 self.run.resume(worker)
-                self.period_ends[worker] = (
-                    self.periods[worker].pop(0)[1]
-                    if self._is_due(worker)
-                    else self.run.state.version
-                )
+                self.present.add(worker)
             else:
-                self._join_if_due(worker)
+                self._join(worker)
 
-    def _join_if_due(self, worker: int) -> bool:
-        if not self._is_due(worker):
-            return False
+    def _join(self, worker: int) -> None:
         self.run.join(worker)
-        self.period_ends[worker] = self.periods[worker].pop(0)[1]
-        self.restarting.discard(worker)
-        return True
+        self.present.add(worker)
 
     def _leave(self, worker: int, asked_at: float | None = None) -> None:
         previous_version = self.run.state.version
         self.run.leave(worker, asked_at)
-        del self.period_ends[worker]
+        self.present.remove(worker)
         self._notify_change(previous_version)
 
     def _notify_change(self, previous_version: int) -> None:
@@ -290,24 +250,3 @@ class Coordinator:
             snapshot = take_snapshot(self.run) if saves else None
             self.milestones.append(Milestone(version, self.run.state.params, history, snapshot))
         self.changed.notify_all()
-
-    def _is_due(self, worker: int) -> bool:
-        """Return whether the worker's next period has begun."""
-        periods = self.periods[worker]
-        return (
-            bool(periods)
-            and worker not in self.period_ends
-            and periods[0][0] <= self.run.state.version
-        )
-
-    def _period_is_over(self, worker: int) -> bool:
-        """Return whether the worker's current period has ended."""
-        return self.run.state.version >= self.period_ends[worker]
-
-    def _is_stuck(self) -> bool:
-        """Return whether no worker is present or due, so that no new version will ever come."""
-        return (
-            not self.period_ends
-            and not self.restarting
-            and not any(self._is_due(worker) for worker in self.periods)
-        )

@@ -2,10 +2,8 @@
 its runs.
 """
 
-import math
 import os
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -20,7 +18,6 @@ from shardopt.core import (
     check_count,
     check_number,
     format_error,
-    is_integer,
     type_error,
     value_error,
 )
@@ -31,14 +28,12 @@ from shardopt.parameter_server._log import Log
 from shardopt.parameter_server._run import (
     AsyncJob,
     AsyncResult,
-    Availability,
     BatchesOf,
     RunSpec,
     WorkerCompute,
     check_settings,
 )
 from shardopt.parameter_server._server import ParameterServer
-from shardopt.parameter_server._simulation import check_availability
 from shardopt.parameter_server._threads import run_on_threads
 from shardopt.parameter_server._updates import digest
 from shardopt.parameter_server._worker import key_data
@@ -77,7 +72,6 @@ class AsyncOptimizer:
         *,
         num_updates: int,
         rng: jax.Array | None = None,
-        availability: Availability | None = None,
         log_path: str | os.PathLike[str] | None = None,
         checkpoints: Checkpoints | None = None,
         early_stopping: EarlyStopping | None = None,
@@ -96,8 +90,6 @@ class AsyncOptimizer:
           num_updates: the number of versions of the parameters; with max_staleness=0 the number of
             clocks.
           rng: a random key, for losses that take one.
-          availability: the periods of workers that are not always present, `{worker: [(from, to),
-            ...]}` in versions. At `to` the worker dies, and its step in flight is lost.
           log_path: a file for the log, which is also written if the run fails.
           checkpoints: a `so.Checkpoints`, which saves the server (parameters, optimizer, clocks,
             log) every so many updates and at the end. If its folder has checkpoints, the run
@@ -145,7 +137,6 @@ class AsyncOptimizer:
         with calling(spec.caller):
             spec.check_params(params)
             check_count("num_updates", num_updates, minimum=0)
-            periods = _periods(availability, spec.num_workers)
             callbacks = Callbacks(
                 spec.caller,
                 checkpoints=checkpoints,
@@ -154,7 +145,8 @@ class AsyncOptimizer:
                 evaluate_every=evaluate_every,
                 progress=progress,
             )
-            job = AsyncJob(params, batches_of, key_data(rng), num_updates, periods, log_path)
+            workers = range(spec.num_workers)
+            job = AsyncJob(params, batches_of, key_data(rng), num_updates, workers, log_path)
         if spec.backend == "threads":
             return run_on_threads(spec, self.server, job, callbacks)
         if not is_installed("ray"):
@@ -198,27 +190,6 @@ class AsyncOptimizer:
         server = self.spec.make_server(donate=False)
         check_settings("replay", "log", log.header, {**server.settings, **self.spec.settings(key)})
         return replay_events(log, server, self.spec.make_compute(batches_of, key), params)
-
-
-def _periods(availability: Availability | None, num_workers: int) -> Availability:
-    """Return the periods when each worker is present, in versions."""
-    always = [(0, math.inf)]
-    if availability is None:
-        return dict.fromkeys(range(num_workers), always)
-    if not isinstance(availability, Mapping):
-        problem = (
-            "availability must be a dict {worker: [(from, to), ...]}, got"
-            f" {type(availability).__name__}."
-        )
-        raise type_error(problem)
-    unknown = [
-        worker for worker in availability if not is_integer(worker) or not 0 <= worker < num_workers
-    ]
-    if unknown:
-        raise value_error(f"availability names workers that are not there: {unknown}.")
-    for worker, periods in availability.items():
-        check_availability(f"worker {worker}", periods)
-    return {worker: availability.get(worker, always) for worker in range(num_workers)}
 
 
 def check_backend(

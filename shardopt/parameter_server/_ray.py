@@ -160,7 +160,7 @@ class RayDriver:
         self.has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         # the process of each worker
         self.alive: dict[int, Any] = {}
-        self.restarts_left = dict.fromkeys(job.availability, spec.max_restarts)
+        self.restarts_left = dict.fromkeys(job.workers, spec.max_restarts)
         self.killed: list[int] = []
         self.hung: list[int] = []
         # For each worker its activity when the driver last looked, and the time since which it has
@@ -177,7 +177,7 @@ class RayDriver:
     def run(self, snapshot: RunSnapshot | None) -> AsyncResult:
         """Train; the caller must call `close` afterwards, even after an error."""
         self.start_server(snapshot)
-        for worker in self.job.availability:
+        for worker in self.job.workers:
             self.start_worker(worker)
         self.start_work()
         while not self.watch():
@@ -190,9 +190,7 @@ class RayDriver:
         result, last_snapshot = ray.get(self.server.finish.remote(metrics, with_snapshot))
         self.callbacks.finish(last_snapshot)
         if all_died:
-            problem = (
-                f"all {len(self.job.availability)} workers were killed, the last one at version"
-            )
+            problem = f"all {len(self.job.workers)} workers were killed, the last one at version"
             problem += f" {result.metrics['updates']} of {self.job.num_updates}."
             fix = (
                 "pass max_restarts so that they are started again, or checkpoints to go on from"
@@ -223,9 +221,7 @@ class RayDriver:
         job = self.job._replace(params=params, batches_of=lambda _: (), log_path=None)
         # the new server must not wait for workers that are not restarted
         if self.server is not None:
-            job = job._replace(
-                availability={worker: job.availability[worker] for worker in self.alive}
-            )
+            job = job._replace(workers=tuple(self.alive))
         # The loss and the data are not sent to the server.
         spec = self.spec._replace(make_compute=no_compute)
         start = cloudpickle.dumps((spec, job, self.callbacks.policy, snapshot))
@@ -235,7 +231,7 @@ class RayDriver:
             num_cpus=1, max_concurrency=4 * self.spec.num_workers + 8
         )
         self.server = process.remote(self.settings, self.token, start)
-        self.incarnations = dict.fromkeys(self.job.availability, 0)
+        self.incarnations = dict.fromkeys(self.job.workers, 0)
 
     def start_worker(self, worker: int) -> None:
         """Start a worker's process."""
@@ -463,7 +459,7 @@ class ServerProcess:
         )
         if snapshot is not None:
             restore_run(spec.caller, run, snapshot)
-        self.coordinator = Coordinator(run, job.num_updates, job.availability, policy)
+        self.coordinator = Coordinator(run, job.num_updates, job.workers, policy)
         # a version, and the reference to its parameters
         self.shared_params: tuple[int, ObjectRef | None] = (-1, None)
         self.share_lock = threading.Lock()

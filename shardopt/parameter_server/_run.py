@@ -7,7 +7,7 @@ import base64
 import io
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -25,9 +25,6 @@ from shardopt.parameter_server._views import Status, WorkerStats
 
 BatchesOf = Callable[[int], Iterable[PyTree]]
 """`batches_of(worker)` returns the batches of a worker."""
-
-Availability = Mapping[int, Sequence[tuple[float, float]]]
-"""worker -> periods `(from, to)`, in versions, in which it works."""
 
 
 class WorkerCompute(NamedTuple):
@@ -108,7 +105,7 @@ class AsyncJob(NamedTuple):
       batches_of: the data.
       key: the data of the random key.
       num_updates: the version to stop at.
-      availability: the periods when each worker works.
+      workers: the numbers of the workers.
       log_path: the file to write the log to, or None.
     """
 
@@ -116,7 +113,7 @@ class AsyncJob(NamedTuple):
     batches_of: BatchesOf
     key: np.ndarray
     num_updates: int
-    availability: Availability
+    workers: Collection[int]
     log_path: str | os.PathLike[str] | None
 
 

@@ -37,7 +37,7 @@ def run_on_threads(
         # so that a path that cannot be written is noticed before the training
         run.log.save(job.log_path)
     try:
-        coordinator = Coordinator(run, job.num_updates, job.availability, callbacks.policy)
+        coordinator = Coordinator(run, job.num_updates, job.workers, callbacks.policy)
         run_threads(spec.caller, coordinator, compute, callbacks.watch)
         result = run.finish(coordinator.end_reason(), **callbacks.metrics())
         callbacks.finish(None if callbacks.checkpoints is None else take_snapshot(run))

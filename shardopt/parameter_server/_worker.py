@@ -66,20 +66,22 @@ class CoordinatorCalls(Protocol):
 def run_worker(
     coordinator: CoordinatorCalls, compute: WorkerCompute, worker: int, incarnation: int = 0
 ) -> None:
-    """Run a worker through all its periods of availability.
+    """Run a worker until the run or its data ends.
 
     `incarnation` is the number of its restarts.
     """
-    while (position := coordinator.enter(worker, incarnation)) is not None:
-        compute.begin(worker, position)
-        goes_on = True
-        while goes_on:
-            batch = compute.next_batch(worker)
-            task = coordinator.pull(worker, incarnation, batch is not None)
-            if task is None:
-                break
-            update = compute.update(worker, task.params, batch, task.clock)
-            goes_on = coordinator.push(worker, incarnation, update, task.version)
+    position = coordinator.enter(worker, incarnation)
+    if position is None:
+        return
+    compute.begin(worker, position)
+    goes_on = True
+    while goes_on:
+        batch = compute.next_batch(worker)
+        task = coordinator.pull(worker, incarnation, batch is not None)
+        if task is None:
+            return
+        update = compute.update(worker, task.params, batch, task.clock)
+        goes_on = coordinator.push(worker, incarnation, update, task.version)
 
 
 def sgd_spec(

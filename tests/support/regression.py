@@ -1,6 +1,5 @@
 """What these tests share: a small regression, cut into workers' batches."""
 
-import threading
 from typing import Any, NamedTuple
 
 import jax
@@ -68,32 +67,6 @@ def odd():
         return case, lambda num_workers, rounds=1: batches_cut(case.batches, num_workers, rounds)
 
     return make
-
-
-@pytest.fixture
-def waiting_for_joins():
-    """Return `waiting(batches_of, {worker: [n, m]})`: others get batch n once that worker has
-    joined, m once it has twice.
-    """
-
-    def waiting(batches_of, joins):
-        came = {
-            worker: {number: threading.Event() for number in numbers}
-            for worker, numbers in joins.items()
-        }
-        pending_events = {worker: iter(events.values()) for worker, events in came.items()}
-
-        def batches_that_wait(worker):
-            if worker in joins:
-                next(pending_events[worker], threading.Event()).set()
-            for number, batch in enumerate(batches_of(worker)):
-                for other, events in came.items():
-                    assert other == worker or number not in events or events[number].wait(60)
-                yield batch
-
-        return batches_that_wait
-
-    return waiting
 
 
 @pytest.fixture

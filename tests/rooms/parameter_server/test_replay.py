@@ -11,7 +11,7 @@ from support.reference import same_bits
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.parameter_server import Log, rules
+from shardopt.parameter_server import Log, SimulatedWorker, rules, simulate
 from shardopt.parameter_server._log import Event
 
 RULES = {
@@ -47,24 +47,45 @@ def test_a_run_on_threads_is_replayed_bit_for_bit(rule, max_staleness, regressio
     same_bits(replayed_params, result.params)
 
 
-@pytest.mark.parametrize("max_staleness", tiered([0, 1, None], lambda bound: bound is None))
-def test_runs_with_deaths_and_late_joiners_are_replayed(
-    max_staleness, regression, waiting_for_joins
-):
-    tx = optax.sgd(0.05, momentum=0.9)
-    opt = so.async_sgd(
-        tx, regression.loss_fn, workers=4, max_staleness=max_staleness, rule=rules.dc_asgd()
+def replayed_simulation(regression, periods, **options):
+    """Return a simulated run whose workers work in these periods, after its replay."""
+    tx = optax.sgd(0.02, momentum=0.9)
+    workers = [SimulatedWorker(availability=times) for times in periods]
+    result = simulate(
+        workers,
+        tx=tx,
+        loss_fn=regression.loss_fn,
+        params=regression.params,
+        batches_of=regression.batches_of(len(periods)),
+        **options,
     )
-    availability = {1: [(0, 8)], 2: [(5, float("inf"))], 3: [(0, 6), (9, 12), (14, float("inf"))]}
-    # workers 0 and 2 come to their batch 14 at version 45 at the latest
-    data = waiting_for_joins(regression.batches_of(4), {2: [9], 3: [0, 9, 14]})
-    result = opt.run(regression.params, data, num_updates=50, availability=availability)
+    settings = {name: value for name, value in options.items() if name != "num_updates"}
+    devices = jax.devices()[:1] * len(periods)  # one program for all
+    opt = so.async_sgd(tx, regression.loss_fn, workers=devices, **settings)
+    replayed_params = opt.replay(result.log, regression.params, regression.batches_of(len(periods)))
+    same_bits(replayed_params, result.params)
+    return result
+
+
+ALWAYS = ((0.0, float("inf")),)
+
+
+@pytest.mark.parametrize("max_staleness", tiered([0, 1, None], lambda bound: bound is None))
+def test_runs_with_deaths_and_late_joiners_are_replayed(max_staleness, regression):
+    late = ((5.5, float("inf")),)
+    thrice = ((0.0, 6.5), (9.5, 12.5), (14.5, float("inf")))
+    result = replayed_simulation(
+        regression,
+        [ALWAYS, ((0.0, 8.5),), late, thrice],
+        max_staleness=max_staleness,
+        rule=rules.dc_asgd(),
+        num_updates=50,
+    )
     events = list(result.log)
     assert [event.worker for event in events if event.kind == "leave"].count(3) == 2
     assert [event.worker for event in events if event.kind == "join"].count(3) == 3
     assert next(event.version for event in events if (event.kind, event.worker) == ("join", 2)) >= 5
     assert result.metrics["updates"] == 50
-    same_bits(opt.replay(result.log, regression.params, regression.batches_of(4)), result.params)
 
 
 @pytest.mark.parametrize("seed", tiered(range(4), lambda seed: False))
@@ -73,19 +94,13 @@ def test_runs_with_random_kills_are_replayed(seed, regression):
     bit.
     """
     draw = np.random.default_rng(seed)
-    availability = {}
-    for worker in (1, 2, 3):
-        times = [float(time) for time in sorted(draw.choice(60, size=4, replace=False))]
-        availability[worker] = [(times[0], times[1]), (times[2], times[3])]
-    tx = optax.sgd(0.02, momentum=0.9)
-    devices = jax.devices()[:1] * 4  # one program for all
-    opt = so.async_sgd(tx, regression.loss_fn, workers=devices, max_staleness=seed % 3)
-    result = opt.run(
-        regression.params, regression.batches_of(4), num_updates=60, availability=availability
-    )
+    periods = [ALWAYS]
+    for _ in range(3):
+        times = np.sort(draw.uniform(0, 30, size=4)).tolist()
+        periods.append(((times[0], times[1]), (times[2], times[3])))
+    result = replayed_simulation(regression, periods, max_staleness=seed % 3, num_updates=60)
     assert (result.metrics["stopped"], result.metrics["updates"]) == ("completed", 60)
     assert result.metrics["history"]["loss"].shape == (60,)
-    same_bits(opt.replay(result.log, regression.params, regression.batches_of(4)), result.params)
 
 
 def test_runs_of_workers_with_several_devices_are_replayed(regression):

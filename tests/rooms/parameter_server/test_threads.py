@@ -15,7 +15,14 @@ import pytest
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.parameter_server import Log, NonFiniteUpdateError, make_server, rules
+from shardopt.parameter_server import (
+    Log,
+    NonFiniteUpdateError,
+    SimulatedWorker,
+    make_server,
+    rules,
+    simulate,
+)
 from shardopt.parameter_server import _worker as compute
 from shardopt.parameter_server._coordinator import Coordinator, SavePolicy
 from shardopt.parameter_server._run import AsyncRun
@@ -55,15 +62,12 @@ def run(
     loss_fn=mean,
     num_updates=20,
     log_path=None,
-    availability=None,
     **options,
 ):
     if isinstance(workers, int) and workers > 0:
         workers = HERE * workers
     opt = so.async_sgd(optax.sgd(0.01), loss_fn, workers=workers, **options)
-    return opt.run(
-        PARAMS, batches_of, num_updates=num_updates, log_path=log_path, availability=availability
-    )
+    return opt.run(PARAMS, batches_of, num_updates=num_updates, log_path=log_path)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 8])
@@ -251,56 +255,40 @@ def test_data_that_ends_ends_the_run():
 
 
 @pytest.mark.fast
-def test_each_example_is_used_once_however_often_a_worker_dies(waiting_for_joins):
+def test_each_example_is_used_once_however_often_a_worker_dies():
     """The parameters count the examples.
 
-    Worker 1 dies twice, each time with a step in flight or before it has begun one.
+    Worker 1 dies twice, each time with a step in flight.
     """
 
     def examples(worker):
         return list(np.eye(24, dtype=np.float32)[12 * worker : 12 * worker + 12, None])
 
-    opt = so.async_sgd(
-        optax.sgd(1.0),
-        lambda counts, batch: -jnp.mean(batch @ counts),
-        workers=HERE * 2,
+    def loss_fn(counts, batch):
+        return -jnp.mean(batch @ counts)
+
+    tx = optax.sgd(1.0)
+    counts = np.zeros(24, np.float32)
+    periods = ((0, 3.5), (4.5, 7.5), (8.5, math.inf))
+    workers = [SimulatedWorker(), SimulatedWorker(availability=periods)]
+    result = simulate(
+        workers,
         max_staleness=1,
-    )
-    result = opt.run(
-        np.zeros(24, np.float32),
-        waiting_for_joins(examples, {1: [0, 5, 9]}),
         num_updates=100,
-        availability={1: [(0, 4), (5, 8), (9, math.inf)]},
+        tx=tx,
+        loss_fn=loss_fn,
+        params=counts,
+        batches_of=examples,
     )
     assert [event.kind for event in result.log if event.worker == 1].count("join") == 3
     assert result.metrics["stopped"] == "exhausted"
     np.testing.assert_array_equal(result.params, np.ones(24))
-    np.testing.assert_array_equal(
-        opt.replay(result.log, np.zeros(24, np.float32), examples), result.params
-    )
+    opt = so.async_sgd(tx, loss_fn, workers=HERE * 2, max_staleness=1)
+    np.testing.assert_array_equal(opt.replay(result.log, counts, examples), result.params)
 
 
 def zip_some(count):
     return (batch for batch, _ in zip(ones(0), range(count), strict=False))
-
-
-def test_a_run_whose_workers_are_all_dead_ends_whoever_was_to_join_later():
-    availability = {0: [(0, 3)], 1: [(0, 3)], 2: [(50, 60)]}
-    result = run(availability=availability, max_staleness=None, num_updates=100)
-    assert result.metrics["stopped"] == "exhausted"
-    assert 3 <= result.metrics["updates"] <= 4
-    assert {event.worker for event in result.log} == {0, 1}
-
-
-def test_a_run_goes_on_with_a_joiner_when_everyone_else_is_dead():
-    """Version 3 kills the first two and brings the third, whoever notices first."""
-    for _ in range(5):
-        result = run(
-            availability={0: [(0, 3)], 1: [(0, 3)], 2: [(3, 1e9)]},
-            max_staleness=None,
-            num_updates=10,
-        )
-        assert (result.metrics["stopped"], result.metrics["updates"]) == ("completed", 10)
 
 
 def test_workers_compute_on_their_own_devices_in_the_precision_of_the_caller(x64, monkeypatch):
@@ -458,16 +446,6 @@ REFUSED = {
         {"num_updates": -1},
         ValueError,
         "async_sgd: num_updates must be at least 0, got -1.",
-    ),
-    "unknown worker": (
-        {"availability": {5: [(0, 1)]}},
-        ValueError,
-        "async_sgd: availability names workers that are not there: [5].",
-    ),
-    "availability of another kind": (
-        {"availability": [(0, 1)]},
-        TypeError,
-        "async_sgd: availability must be a dict {worker: [(from, to), ...]}, got list.",
     ),
     "updated leaves": (
         {
