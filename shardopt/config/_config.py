@@ -96,6 +96,7 @@ class LossOptions(NamedTuple):
     Attributes:
       loss_fn: the loss, or a `BlockModel`.
       separable: whether the user states that the loss is a mean over rows, so nothing is proved.
+      tile_rows: the rows of a tile of `so.reducers.exact(tile_rows=...)`; None without tiles.
     """
 
     loss_fn: LossFn
@@ -103,6 +104,7 @@ class LossOptions(NamedTuple):
     micro_batches: int = 1
     view: View = "auto"
     separable: bool = False
+    tile_rows: int | None = None
 
 
 class WireOptions(NamedTuple):
@@ -227,9 +229,9 @@ class StrategyConfig(NamedTuple):
         """Whether the loss may run on the whole batch: a pipeline and a reducer need each device's
         gradient.
         """
-        is_possible = (
-            self.schedule is None and self.wire.reducer is None and self.wire.scatter_dtype is None
-        )
+        wire = self.wire
+        needs = self.schedule, wire.reducer, wire.scatter_dtype, self.loss.tile_rows
+        is_possible = all(option is None for option in needs)
         return is_possible and self.loss.view != "per_device"
 
     @property
@@ -276,6 +278,15 @@ class StrategyConfig(NamedTuple):
         """The number of pieces of its rows: the devices along the axes of rows times micro-batches."""
         return self.axes.num_row_shares * self.loss.micro_batches
 
+    def pieces_of(self, rows: int) -> tuple[int, int]:
+        """Return the number of equal pieces that rows are cut into, and the rows of a piece.
+
+        Fewer rows than a piece has may be left.
+        """
+        if self.loss.tile_rows is not None:
+            return rows // self.loss.tile_rows, self.loss.tile_rows
+        return self.num_row_pieces, rows // self.num_row_pieces
+
 
 def default_min_shard_elements(platform: str) -> int:
     """Return the default of `min_shard_elements`.
@@ -312,7 +323,11 @@ def configure(
         platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
         fields["min_shard_elements"] = default_min_shard_elements(platform)
     reducer = fields.get("reducer")
-    if reducer is not None and reducer.is_exact and placement.opt_state:
+    if reducer is not None and reducer.tile_rows is not None:
+        # a tile is a micro-batch
+        tile_rows = reducer.tile_rows
+        fields |= {"reducer": None, "tile_rows": tile_rows, "micro_batches": tile_rows}
+    elif reducer is not None and reducer.is_exact and placement.opt_state:
         fields |= {"reducer": None, "scatter_dtype": reducer.dtype}
     return StrategyConfig(
         strategy, mesh, placement, LossOptions(loss_fn), UpdateOptions(tx)

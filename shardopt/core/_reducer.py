@@ -57,6 +57,8 @@ class Reducer(NamedTuple):
         `so.reducers.compressor`; None for a reducer that a single sender cannot use.
       is_exact: whether nothing but a cast changes the mean, so that a reduce-scatter can compute it.
       dtype: the dtype on the wire of a reducer that is exact; None for the dtype of each leaf.
+      tile_rows: the rows of a tile of a reducer that is exact and gives the same bits on every
+        mesh.
     """
 
     name: str
@@ -66,6 +68,7 @@ class Reducer(NamedTuple):
     codec: MessageCodec | None = None
     is_exact: bool = False
     dtype: np.dtype | None = None
+    tile_rows: int | None = None
 
     def reduce(self, grads: PyTree, state: PyTree, axis_name: AxisName) -> tuple[PyTree, PyTree]:
         """Return the mean over the axis of each device's gradients, and the new state.

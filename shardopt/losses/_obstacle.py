@@ -169,10 +169,10 @@ def _row_cuts(config: StrategyConfig, rows: int) -> list[tuple[int, int]]:
     (`evaluate.Totals`). Then two losses must be means over single rows: the loss of all rows, and
     the loss of a piece.
     """
-    pieces = config.num_row_pieces
+    pieces, size = config.pieces_of(rows)
     cuts = [(rows, pieces)]
-    if rows % pieces:
-        cuts = [(rows, rows), (rows // pieces, rows // pieces)]
+    if rows != pieces * size:
+        cuts = [(rows, rows), (size, size)]
     return [cut for cut in cuts if cut[1] > 1]
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from shardopt.collectives._buckets import Bucket, plan_buckets
-from shardopt.core import PyTree, calling, type_error, value_error, wide_dtype
+from shardopt.core import PyTree, calling, check_count, type_error, value_error, wide_dtype
 from shardopt.core._axis import AxisName
 from shardopt.core._axis import axis_size as size_of
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
@@ -52,7 +52,7 @@ Collective = Callable[[Sequence[jax.Array], AxisName], list[jax.Array]]
 
 
 @calling("exact")
-def exact(dtype: DTypeLike | None = None) -> Reducer:
+def exact(dtype: DTypeLike | None = None, *, tile_rows: int | None = None) -> Reducer:
     """Average gradients as they are, or rounded to a dtype on the wire.
 
     mean = round(sum_d round(g_d) / N), where round is to the dtype on the wire. Sums are in fp32 or
@@ -61,13 +61,17 @@ def exact(dtype: DTypeLike | None = None) -> Reducer:
     Args:
       dtype: the dtype on the wire, such as `jnp.bfloat16`; by default the dtype of each leaf. A
         leaf is never widened.
+      tile_rows: rows of the global batch run in tiles of this many rows, at least 2, whose
+        gradients are added in one order: training has the same bits on every mesh, see
+        docs/same_bits.md. Only a strategy takes such a reducer.
 
     Returns:
       A `Reducer`.
 
     Raises:
       TypeError: if `dtype` is not a dtype.
-      ValueError: if `dtype` is not a real floating one of 16 bits or more.
+      ValueError: if `dtype` is not a real floating one of 16 bits or more, `tile_rows` is below 2,
+        or both are passed.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardopt as so
@@ -91,12 +95,30 @@ def exact(dtype: DTypeLike | None = None) -> Reducer:
     requested = None if dtype is None else _checked_dtype(dtype)
     name = "exact()" if requested is None else f"exact({requested.name})"
 
+    if tile_rows is not None:
+        return _in_tiles(tile_rows, requested)
     functions = _Exact(requested)
     codec = MessageCodec(functions.write, _read_rounded)
     reducer = make_reducer(
         name, send=functions.send, count_bytes=functions.count_bytes, codec=codec
     )
     return reducer._replace(is_exact=True, dtype=requested)
+
+
+def _in_tiles(tile_rows: int, dtype: np.dtype | None) -> Reducer:
+    """Return the reducer of `exact(tile_rows=...)`; the step of a strategy adds the gradients."""
+    check_count("tile_rows", tile_rows, minimum=2)
+    name = f"exact(tile_rows={tile_rows})"
+    if dtype is not None:
+        problem = f"gradients in {dtype.name} on the wire are rounded on each mesh in another way."
+        raise value_error(problem, fix="leave dtype or tile_rows out.")
+
+    @calling(name)
+    def refuse(*args: Any) -> Any:
+        problem = "the mean of some gradients has no tiles of rows."
+        raise value_error(problem, fix="pass it to a strategy, so.ddp(..., reducer=...).")
+
+    return Reducer(name, refuse, refuse, refuse, is_exact=True, tile_rows=tile_rows)
 
 
 @dataclasses.dataclass(frozen=True)

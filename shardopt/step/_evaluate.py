@@ -44,6 +44,8 @@ class Totals:
         self._config = config.of_evaluation
         self.rows = rows_of(self._config, "evaluation")
         self._pieces = self._config.num_row_pieces
+        # without micro-batches in whose place there are tiles
+        self._group = self._pieces // (self._config.loss.tile_rows or 1)
         self._views = Views(self._config, training=False)
         self._layouts = LayoutCache(self._config, lambda _, layout: layout)
         problem = "of a batch that the devices do not divide the loss sees a part at a time"
@@ -68,7 +70,6 @@ class Totals:
         check_state(self._config, state)
         check_values(self._config, batch)
         size = check_rows(self._config, batch)
-        pieces = self._pieces
         if size == 0:
             return
         if self._views.of(self._layouts.of(state.params), batch) == "global":
@@ -77,14 +78,13 @@ class Totals:
             yield self._global_programs.of(state.params)(state.params, placed, None)
             return
         assert size is not None  # without a number of rows only the global view is possible
-        even_rows = size // pieces * pieces
+        count, piece_rows = self._config.pieces_of(size)
+        even_rows = count * piece_rows
         program = (self._programs if even_rows == size else self._uneven_programs).of(state.params)
         if even_rows:
-            even_batch = batch if even_rows == size else self._select_rows(batch, slice(even_rows))
-            yield self._run(program, state, even_batch, pieces)
+            yield self._run(program, state, batch, slice(0, even_rows, piece_rows))
         if even_rows < size:
-            rows = np.minimum(np.arange(even_rows, even_rows + pieces), size - 1)
-            yield self._run(program, state, self._select_rows(batch, rows), size - even_rows)
+            yield self._run(program, state, batch, slice(even_rows, size, 1))
 
     def mixing(self, state: TrainState, batch: PyTree) -> Mixing | None:
         """Return why the loss is not proved to be a (weighted) mean over rows, so that batches may
@@ -103,8 +103,15 @@ class Totals:
         prove = on_mesh(config.home.auto, find_mixing, config.home.axes)
         return prove(config.loss.loss_fn, as_gathered(config, layout), two_batches, cut, loss_call)
 
-    def _run(self, program: AotCompiled, state: TrainState, batch: PyTree, valid: int) -> LossParts:
-        counted = np.arange(self._pieces) < valid
+    def _run(
+        self, program: AotCompiled, state: TrainState, batch: PyTree, pieces: slice
+    ) -> LossParts:
+        """Return the parts of pieces, `slice(first row, end, rows of a piece)`."""
+        starts = np.arange(pieces.start, pieces.stop, pieces.step)
+        counted = np.arange(-(-starts.size // self._group) * self._group) < starts.size
+        rows = pieces.start + np.arange(counted.size * pieces.step)
+        if pieces.start or rows.size != num_rows(self._config, batch):
+            batch = self._select_rows(batch, np.minimum(rows, pieces.stop - 1))
         # they are about the leaves of the batch
         counted_config = self._config.replace(batch_dims=())
         return program(

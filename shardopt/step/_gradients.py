@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from shardopt.collectives import all_reduce, constrain_tensor, per_device
 from shardopt.collectives._per_device import TENSOR
+from shardopt.config._axes import AxisTable
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._slots import DeviceLoss, LossFunction, StepInputs
@@ -39,9 +40,11 @@ class PerDeviceView:
 
     Attributes:
       device_loss: the loss of the rows of one device.
+      sum_parts: adds its parts up over pieces and devices.
     """
 
     device_loss: DeviceLoss
+    sum_parts: Callable[[LossParts, AxisTable], LossParts] = sum_parts
 
     def gradients(self, config: StrategyConfig, layout: Layout) -> Callable[..., Gradients]:
         """Return `gradients(params, batch, step, rng, reducer_state=None)`, to be called in the
@@ -76,7 +79,7 @@ class PerDeviceView:
                 # a dim for each axis, so that each device keeps its own sum for the comparison
                 sums = sums.reshape(*[1 for _ in per_device_axes], 2)
             # before the gradients, which are divided by the weight of all pieces
-            parts = sum_parts(parts, config.axes)
+            parts = self.sum_parts(parts, config.axes)
             stored_order = functools.partial(self.device_loss.stored_order, config, layout)
             grads, reducer_state = reduce(
                 config, layout, grads, parts.loss, reducer_state, stored_order
@@ -100,7 +103,7 @@ class PerDeviceView:
 
         def local(params, batch, step, rng):
             inputs = StepInputs(params, batch, step, rng)
-            return sum_parts(self.device_loss.losses(config, layout, inputs), config.axes)
+            return self.sum_parts(self.device_loss.losses(config, layout, inputs), config.axes)
 
         def loss(params, batch, step=None, rng=None):
             specs = in_specs(config, layout, batch)
@@ -114,8 +117,8 @@ class PerDeviceView:
 
         def local(params, batch, step, rng, counted):
             inputs = StepInputs(params, batch, step, rng)
-            parts = self.device_loss.losses(config, layout, inputs)
-            size = num_rows(config, batch) // config.loss.micro_batches
+            size = num_rows(config, batch) // counted.size
+            parts = self.device_loss.losses(config.replace(tile_rows=size), layout, inputs)
 
             def mask_uncounted(metric):
                 metric = of_rows(metric, size)
@@ -128,7 +131,7 @@ class PerDeviceView:
                 )
 
             metrics = {name: mask_uncounted(metric) for name, metric in parts.metrics.items()}
-            return sum_parts(LossParts(mask_uncounted(parts.loss), metrics, {}), config.axes)
+            return self.sum_parts(LossParts(mask_uncounted(parts.loss), metrics, {}), config.axes)
 
         def totals(params, batch, counted):
             specs = *in_specs(config, layout, batch), PartitionSpec(config.axes.rows)

@@ -19,13 +19,18 @@ from shardopt.step._update import PlainUpdate
 
 def own_slots(config: StrategyConfig) -> StepSlots:
     """Return the slots of a strategy without a pipeline."""
-    return StepSlots(
+    slots = StepSlots(
         differentiate={"per_device": PerDeviceView(MicroBatches()), "global": GlobalView()},
         reduce=_reduce(config),
         update=_update(config),
         wire=_wire(config),
         remat=_remat(config),
     )
+    if config.loss.tile_rows is None:
+        return slots
+    from shardopt.step._same_bits import same_bits
+
+    return same_bits(config, slots)
 
 
 def _reduce(config: StrategyConfig) -> Callable[[StrategyConfig, Sequence[LeafPlan]], Reduce]:

@@ -12,6 +12,23 @@ pytestmark = pytest.mark.fast
 
 R = so.reducers
 CONSTRUCTION = [
+    (lambda: R.exact(tile_rows=1), ValueError, "exact: tile_rows must be at least 2, got 1."),
+    (
+        lambda: R.exact(jnp.bfloat16, tile_rows=4),
+        ValueError,
+        (
+            "exact: gradients in bfloat16 on the wire are rounded on each mesh in another way.\n"
+            "Fix: leave dtype or tile_rows out."
+        ),
+    ),
+    (
+        lambda: R.exact(tile_rows=4).wire_bytes({"w": jnp.ones(3)}, 2),
+        ValueError,
+        (
+            "exact(tile_rows=4): the mean of some gradients has no tiles of rows.\n"
+            "Fix: pass it to a strategy, so.ddp(..., reducer=...)."
+        ),
+    ),
     (lambda: R.int8(0), ValueError, "int8: block_size must be at least 1, got 0."),
     (lambda: R.int8(2.0), TypeError, "int8: block_size must be an integer, got 2.0 (float)."),
     (lambda: R.sign(0), ValueError, "sign: block_size must be at least 1, got 0."),

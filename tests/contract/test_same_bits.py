@@ -1,0 +1,210 @@
+"""`so.reducers.exact(tile_rows=...)`: state, metrics and evaluation have the same bits on every mesh."""
+
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.tiers import tiered
+
+import shardopt as so
+
+TILES = so.reducers.exact(tile_rows=2)
+MESHES = [{"data": 1}, {"data": 2}, {"replica": 2, "data": 2}, {"data": 8}]
+DRAW = np.random.default_rng(0)
+PARAMS = {
+    "in": DRAW.normal(size=(5, 16)).astype(np.float32),
+    "hidden": DRAW.normal(size=(16, 16)).astype(np.float32) / 4,
+    "out": DRAW.normal(size=(16, 7)).astype(np.float32) / 4,
+    "scale": np.ones(16, np.float32),
+}
+OPTIMIZERS = {
+    "adamw": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.01)),
+    "sgd": optax.sgd(0.1, momentum=0.9),
+    "lamb": optax.lamb(0.01),
+    "muon": optax.contrib.muon(0.01),
+    "adafactor": optax.adafactor(0.01),
+    "multi_steps": optax.MultiSteps(optax.adam(0.01), 2),
+}
+
+
+def batch_of(rows, seed):
+    draw = np.random.default_rng(seed)
+    return {
+        "x": draw.normal(size=(rows, 5)).astype(np.float32),
+        "y": draw.integers(0, 7, rows).astype(np.int32),
+        "weight": draw.uniform(0.1, 2, rows).astype(np.float32),
+    }
+
+
+def logits_of(params, x):
+    hidden = jax.nn.gelu(x @ params["in"]) * params["scale"][None]
+    return jnp.tanh(hidden @ params["hidden"]), params["out"]
+
+
+def weighted(params, batch, rng):
+    hidden, out = logits_of(params, batch["x"])
+    keep = jax.random.bernoulli(rng, 0.8, hidden.shape)
+    log_probabilities = jax.nn.log_softmax(jnp.where(keep, hidden / 0.8, 0.0) @ out)
+    losses = -jnp.take_along_axis(log_probabilities, batch["y"][:, None], axis=1)[:, 0]
+    total = so.losses.Weighted((losses * batch["weight"]).sum(), batch["weight"].sum())
+    return total, {"largest": so.losses.Max(losses.max()), "count": so.losses.Sum(losses.size)}
+
+
+def two_terms(params, batch):
+    hidden, out = logits_of(params, batch["x"])
+    losses = ((hidden @ out) ** 2).mean(1)
+    weights = batch["weight"].sum(), jnp.float32(losses.size)
+    totals = (losses * batch["weight"]).sum(), jnp.abs(hidden).mean(1).sum()
+    return so.losses.Weighted(totals, weights)
+
+
+@so.per_row
+def of_row(params, row, *, rng):
+    hidden, out = logits_of(params, row["x"])
+    return jnp.mean((hidden @ out + jax.random.normal(rng, (7,))) ** 2)
+
+
+LOSSES = {"weighted": weighted, "two_terms": two_terms, "of_row": of_row}
+
+
+def evaluated(params, batch):
+    hidden, out = logits_of(params, batch["x"])
+    return jnp.mean((hidden @ out) ** 2)
+
+
+def digest(tree):
+    digests = hashlib.sha256()
+    for leaf in jax.tree.leaves(jax.device_get(tree)):
+        digests.update(np.asarray(leaf).tobytes())
+    return digests.hexdigest()
+
+
+def make(sizes, mesh_of, optimizer="adamw", loss="weighted", **options):
+    options = {"reducer": TILES, **options}
+    return so.ddp(OPTIMIZERS[optimizer], mesh_of(**sizes), LOSSES[loss], **options)
+
+
+def history(opt, steps=4):
+    """Return a digest of state and metrics for each step, and the last state."""
+    state = opt.init(PARAMS, rng=jax.random.key(1))
+    digests = []
+    for seed in range(steps):
+        state, metrics = opt.step(state, batch_of(16, seed))
+        digests.append(digest((state.params, state.opt_state, metrics)))
+    return tuple(digests), state
+
+
+ROWS = [(optimizer, "weighted") for optimizer in OPTIMIZERS]
+ROWS += [("adamw", loss) for loss in LOSSES if loss != "weighted"]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "loss"), tiered(ROWS, lambda row: row == ("adamw", "weighted"), ids=str)
+)
+def test_every_mesh_has_the_same_bits(optimizer, loss, mesh_of):
+    digests = {str(sizes): history(make(sizes, mesh_of, optimizer, loss))[0] for sizes in MESHES}
+    assert len(set(digests.values())) == 1, digests
+
+
+@pytest.mark.slow
+def test_without_tiles_meshes_differ(mesh_of):
+    """Else the test above would see nothing."""
+    digests = {history(make(sizes, mesh_of, reducer=None))[0] for sizes in MESHES}
+    assert len(digests) > 1
+
+
+@pytest.mark.parametrize("rows", tiered([11, 16, 3], lambda rows: rows == 11))
+def test_evaluations_have_the_same_bits(rows, mesh_of):
+    """Rows that tiles do not divide are tiles of one row."""
+    values = set()
+    for sizes in ({"data": 1}, {"replica": 2, "data": 4}):
+        opt = make(sizes, mesh_of, evaluate_fn=evaluated)
+        evaluate = so.training.evaluation(opt, [batch_of(rows, 10)])
+        values.add(digest(evaluate(opt.init(PARAMS))))
+    assert len(values) == 1
+
+
+@pytest.mark.slow
+def test_micro_batches_change_no_bit(mesh_of):
+    """A tile is a micro-batch."""
+    first, second = (make({"data": 2}, mesh_of, micro_batches=count) for count in (1, 4))
+    assert history(first)[0] == history(second)[0]
+
+
+@pytest.mark.slow
+def test_a_run_that_changes_its_mesh_has_the_same_bits(mesh_of, tmp_path):
+    expected = history(make({"data": 1}, mesh_of))[0][-1]
+    for step, sizes in enumerate(
+        [{"data": 8}, {"data": 2}, {"replica": 2, "data": 2}, {"data": 1}]
+    ):
+        opt = make(sizes, mesh_of)
+        if step:
+            state = so.restore(tmp_path / str(step), opt)
+        else:
+            state = opt.init(PARAMS, rng=jax.random.key(1))
+        state, metrics = opt.step(state, batch_of(16, step))
+        so.save(tmp_path / str(step + 1), state)
+    assert digest((state.params, state.opt_state, metrics)) == expected
+
+
+@pytest.mark.slow
+def test_the_step_is_the_step_of_one_device(mesh_of):
+    opt = make({"data": 4}, mesh_of)
+    so.check(opt, opt.init(PARAMS), batch_of(16, 0)).raise_if_different()
+
+
+def sam():
+    return optax.contrib.sam(optax.sgd(0.01), optax.sgd(0.1), sync_period=2, opaque_mode=True)
+
+
+REFUSED = {
+    "tensor": ("mesh axis 'tensor' cuts sums inside of a tile", {"data": 2, "tensor": 2}, {}),
+    "three devices": (
+        "3 devices hold rows, and a tree of two branches needs 1, 2, 4, 8, ...",
+        {"data": 3},
+        {},
+    ),
+    "global view": (
+        "the partitioner orders the sums of view='global'",
+        {"data": 2},
+        {"view": "global"},
+    ),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_have_the_same_bits_is_refused(case, mesh_of):
+    reason, sizes, options = REFUSED[case]
+    with pytest.raises(ValueError, match="the same bits on every mesh") as refusal:
+        make(sizes, mesh_of, **options)
+    assert reason in str(refusal.value)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("strategy", [so.zero, so.fsdp])
+def test_sharded_state_is_refused(strategy, mesh_of):
+    with pytest.raises(ValueError, match="norms of shards have another order"):
+        strategy(optax.sgd(0.1), mesh_of(data=2), weighted, reducer=TILES)
+
+
+def test_an_optimizer_that_differentiates_the_loss_is_refused(mesh_of):
+    opt = so.ddp(sam(), mesh_of(data=2), two_terms, reducer=TILES)
+    with pytest.raises(ValueError, match="the optimizer differentiates the loss itself"):
+        opt.step(opt.init(PARAMS), batch_of(16, 0))
+
+
+@pytest.mark.parametrize("rows", [4, 14])
+def test_rows_that_are_no_tiles_on_each_device_are_refused(rows, mesh_of):
+    opt = make({"data": 4}, mesh_of)
+    with pytest.raises(ValueError, match=f"a global batch of {rows} is not divisible"):
+        opt.step(opt.init(PARAMS), batch_of(rows, 0))
+
+
+def test_replicas_that_train_apart_are_refused(mesh_of):
+    opt = so.local_sgd(make({"replica": 2, "data": 2}, mesh_of), sync_every=2)
+    with pytest.raises(ValueError, match="replicas that train apart"):
+        opt.step(opt.init(PARAMS), batch_of(16, 0))
