@@ -4,6 +4,7 @@
 
 import platform
 import sys
+import warnings
 from collections.abc import Sequence
 
 from shardopt.core import calling
@@ -20,6 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     `shardopt verify` also returns 1 and 3. It needs no extra, and neither does `--version`.
     """
+    if arguments is None:
+        warnings.formatwarning = _without_source  # the process runs this command alone
     words = sys.argv[1:] if arguments is None else list(arguments)
     if words == ["--version"]:
         versions = [f"{package} {version_of(package)}" for package in ("shardopt", "jax", "jaxlib")]
@@ -38,3 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from shardopt.cli._commands import run
 
     return run(words)
+
+
+def _without_source(message: Warning | str, *_source: object, **_line: object) -> str:
+    """Return a warning as a line for somebody who has called no Python."""
+    return f"warning: {message}\n"

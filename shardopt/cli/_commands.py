@@ -32,7 +32,6 @@ from shardopt.runtime._doctor import doctor
 from shardopt.runtime._launch import GRACE
 from shardopt.runtime._launch import launch as run_processes
 from shardopt.runtime._processes import end_at_once, initialize
-from shardopt.runtime._stored_programs import order_programs
 from shardopt.runtime._vault import TOKEN, keep_snapshots
 
 
@@ -128,8 +127,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _start(command: "Command", options: Any) -> None:
     """Join the processes of the job and set the devices, before any other code of a command."""
-    if isinstance(options, RunOptions):
-        order_programs()
     if command.devices is not None:
         start_devices(command.devices(options))
     elif command.joins:

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from shardopt.core import format_error
 from shardopt.core._extras import version_numbers, version_of
-from shardopt.runtime._stored_programs import ORDER_FLAG, mixes_collectives
+from shardopt.runtime._stored_programs import mixes_collectives
 from shardopt.trace._jaxprs import called_jaxprs
 
 _PACKAGES = ("shardopt", "jax", "jaxlib", "libtpu", "optax", "orbax-checkpoint", "numpy")
@@ -207,8 +207,7 @@ def known_errors(
                 "XLA:CPU stored-programs",
                 "a program from jax's compilation cache may mix up collectives that can run at the"
                 " same time, or hang.",
-                f"set XLA_FLAGS={ORDER_FLAG}=false, unset jax_compilation_cache_dir, or pip"
-                " install 'jax>=0.12.0.1' (Python 3.12).",
+                "unset jax_compilation_cache_dir, or pip install 'jax>=0.12.0.1' (Python 3.12).",
             ),
         ),
     ]

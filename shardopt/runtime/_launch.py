@@ -28,8 +28,8 @@ from shardopt.runtime._processes import FailurePipe, failures, handled_signals
 from shardopt.runtime._progress import HUNG, STACKS, STACKS_SIGNAL
 from shardopt.runtime._stored_programs import (
     FOLDER_NAME,
+    has_mixing_jaxlib,
     open_folder,
-    order_environment,
     runs_on_cpus,
 )
 from shardopt.runtime._vault import Vaults
@@ -647,16 +647,18 @@ def _start(
 
 
 def _cache_environment(log_dir: Path) -> dict[str, str]:
-    """Return the variables of jax's compilation cache for the next attempt.
+    """Return the variables of jax's compilation cache for the next attempt, where programs can be
+    stored.
 
     The user's values take precedence.
     """
+    if runs_on_cpus() and has_mixing_jaxlib():
+        return {}
     defaults = {
         "JAX_COMPILATION_CACHE_DIR": str(open_folder(log_dir / FOLDER_NAME)),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    variables = {name: os.environ.get(name, value) for name, value in defaults.items()}
-    return variables | order_environment() if runs_on_cpus() else variables
+    return {name: os.environ.get(name, value) for name, value in defaults.items()}
 
 
 def _place_environment(rank: int, count: int, address: str) -> dict[str, str]:

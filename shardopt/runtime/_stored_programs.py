@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import xla_bridge
 from jax.experimental.compilation_cache import compilation_cache
 
 from shardopt.core import format_error
@@ -81,35 +80,25 @@ def mixes_collectives() -> bool:
 
     Docs/notes/compiler_errors.md has the measurements.
     """
-    is_ordered = f"{ORDER_FLAG}=false" in os.environ.get("XLA_FLAGS", "")
-    if is_ordered or not _has_mixing_jaxlib():
+    if not has_mixing_jaxlib():
         return False
     return jax.default_backend() == "cpu" and jax.device_count() > 1
 
 
-def order_programs() -> None:
-    """Let XLA order the operations of this process so that programs on CPU can be stored.
+def has_mixing_jaxlib() -> bool:
+    """Return whether stored programs of this jaxlib may mix up their collectives on CPUs.
 
-    XLA reads its flags when the backend starts. So this does nothing after that.
+    With `ORDER_FLAG` off they do not. Note that this is no remedy: other programs then mix up
+    theirs, stored or not. So shardopt never sets it, and only takes it from a user who has.
     """
-    if runs_on_cpus() and not xla_bridge.backends_are_initialized():
-        os.environ.update(order_environment())
+    is_ordered = f"{ORDER_FLAG}=false" in os.environ.get("XLA_FLAGS", "")
+    return not is_ordered and version_numbers(version_of("jaxlib")) < (0, 12, 0, 1)
 
 
 def runs_on_cpus(devices: Path = Path("/dev")) -> bool:
     """Return whether the user asked for CPUs alone, or this host has no accelerator."""
     has_accelerator = any(list(devices.glob(name)) for name in _DEVICE_FILES)
     return os.environ.get("JAX_PLATFORMS") == "cpu" or not has_accelerator
-
-
-def order_environment() -> dict[str, str]:
-    """Return the variables for processes on CPU whose programs can be stored: XLA's flags with an
-    order of operations that does not mix up collectives.
-    """
-    flags = os.environ.get("XLA_FLAGS", "")
-    if ORDER_FLAG in flags or not _has_mixing_jaxlib():
-        return {}
-    return {"XLA_FLAGS": f"{flags} {ORDER_FLAG}=false".strip()}
 
 
 def open_folder(folder: Path) -> Path:
@@ -175,10 +164,6 @@ def _is_whole(entry: Path) -> bool:
     return True
 
 
-def _has_mixing_jaxlib() -> bool:
-    return version_numbers(version_of("jaxlib")) < (0, 12, 0, 1)
-
-
 @functools.cache
 def _warn_of_mixing(caller: str) -> None:
     if jax.process_index() != 0:
@@ -188,5 +173,5 @@ def _warn_of_mixing(caller: str) -> None:
         f" {version_of('jaxlib')} on CPU may mix up the collectives of a stored program"
         " (docs/notes/compiler_errors.md)."
     )
-    fix = f"set XLA_FLAGS={ORDER_FLAG}=false, or pip install 'jax>=0.12.0.1' (Python 3.12)."
+    fix = "pip install 'jax>=0.12.0.1' (Python 3.12)."
     warnings.warn(format_error(caller, problem, fix=fix), stacklevel=2)

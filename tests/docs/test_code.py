@@ -5,7 +5,10 @@ one namespace.
 import ast
 import importlib.util
 import inspect
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -17,6 +20,10 @@ PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if page != ROOT / 
 
 QUICK = ["any_loss", "checkpoints", "data_parallel", "howto/own_loop"]
 """Pages that take at most two seconds of CPU. The other pages run in the slow tier."""
+PLAIN_FLAGS = ["howto/fine_tune"]
+"""Pages with programs that mix up their collectives under the flags of the tests, with jaxlib
+0.10.2 (docs/notes/compiler_errors.md). They run in a process with a user's flags.
+"""
 
 
 def name_of(page):
@@ -49,7 +56,7 @@ def can_run(block):
 @pytest.mark.parametrize(
     "page",
     tiered(
-        [page for page in PAGES if blocks(page.read_text())],
+        [page for page in PAGES if blocks(page.read_text()) and name_of(page) not in PLAIN_FLAGS],
         lambda page: name_of(page) in QUICK,
         ids=name_of,
     ),
@@ -61,6 +68,18 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     with jax.numpy_rank_promotion("allow"):  # as users have it
         for block in filter(can_run, blocks(page.read_text())):
             exec(compile(without_devices(block), str(page), "exec"), space)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLAIN_FLAGS)
+def test_a_page_runs_in_a_process_with_plain_flags(name, tmp_path):
+    code = "".join(blocks((ROOT / "docs" / f"{name}.md").read_text()))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
 
 
 def missing_names(block):

@@ -2,6 +2,7 @@
 part to say.
 """
 
+import importlib.metadata
 import os
 import socket
 import subprocess
@@ -9,9 +10,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
-from shardopt.runtime._stored_programs import order_environment
+from shardopt.runtime._stored_programs import ORDER_FLAG
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,10 +39,10 @@ def run_processes(script, count, folder, *, strict=True, timeout=300) -> list[Sa
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", "")
-        flags = order_environment()
-    environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"} | flags
+    # with the flag programs are stored, as in tests/conftest.py
+    is_old = importlib.metadata.version("jaxlib").startswith("0.10.")
+    flags = f"{ORDER_FLAG}=false" if is_old else ""
+    environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     # a process may read a program that process 0 is writing; it then compiles it
     half_written = "ignore:Error reading persistent compilation cache entry"
     warnings = ["-W", "error", "-W", half_written] if strict else []

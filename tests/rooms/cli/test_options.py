@@ -5,6 +5,7 @@ import importlib.metadata
 import re
 import subprocess
 import sys
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +138,18 @@ def test_help_starts_no_device():
         ).returncode
         == 0
     )
+
+
+def test_warnings_of_a_process_that_runs_a_command_name_no_line_of_source(monkeypatch, capsys):
+    def shown():
+        return warnings.formatwarning("disk is nearly full", UserWarning, "cli/_train.py", 84)
+
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(sys, "argv", ["shardopt", "--version"])
+    assert main(["--version"]) == 0  # called from Python
+    assert "cli/_train.py:84" in shown()
+    assert main() == 0
+    assert shown() == "warning: disk is nearly full\n"
 
 
 def test_version_is_one_line_of_versions_and_needs_no_extra(capsys, monkeypatch):

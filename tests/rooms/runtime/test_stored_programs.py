@@ -8,16 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax._src import cache_key, xla_bridge
+from jax._src import cache_key
 from jax.experimental.compilation_cache import compilation_cache
 
 import shardopt as so
 from shardopt.runtime import _stored_programs
+from shardopt.runtime._launch import _cache_environment
 from shardopt.runtime._processes import share_compiled_programs
 from shardopt.runtime._stored_programs import (
     open_folder,
-    order_environment,
-    order_programs,
     stored_programs,
 )
 
@@ -129,9 +128,7 @@ def test_where_programs_mix_up_collectives_the_cache_is_off_by_name(
     assert [str(warning.message) for warning in warned] == [
         "Checkpoints: jax's compilation cache is off in this run, so each restart compiles. jaxlib"
         " 0.10.2 on CPU may mix up the collectives of a stored program"
-        " (docs/notes/compiler_errors.md).\nFix: set"
-        " XLA_FLAGS=--xla_cpu_enable_concurrency_optimized_scheduler=false, or pip install"
-        " 'jax>=0.12.0.1' (Python 3.12)."
+        " (docs/notes/compiler_errors.md).\nFix: pip install 'jax>=0.12.0.1' (Python 3.12)."
     ]
     assert jax.config.jax_compilation_cache_dir is None
     run.close()
@@ -139,27 +136,28 @@ def test_where_programs_mix_up_collectives_the_cache_is_off_by_name(
     checkpoints(tmp_path / "b").close()  # a second warning would be an error
 
 
-@pytest.mark.parametrize("flags", ["", "--xla_dump_to=/tmp/x"])
-def test_commands_and_launched_processes_get_an_order_whose_programs_can_be_stored(
-    monkeypatch, flags
+@pytest.mark.parametrize(
+    ("jaxlib", "flags", "mixes"),
+    [
+        ("0.10.2", "", True),
+        ("0.10.2", "--xla_dump_to=/tmp/x", True),
+        ("0.10.2", "--xla_cpu_enable_concurrency_optimized_scheduler=false", False),
+        ("0.12.0.1", "", False),
+    ],
+)
+def test_launched_processes_store_programs_only_where_their_collectives_keep_their_order(
+    monkeypatch, tmp_path, jaxlib, flags, mixes
 ):
-    monkeypatch.setattr(_stored_programs, "version_of", lambda package: "0.10.2")
+    monkeypatch.setattr(_stored_programs, "version_of", lambda package: jaxlib)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("XLA_FLAGS", flags)
-    name = "--xla_cpu_enable_concurrency_optimized_scheduler"
-    ordered = f"{flags} {name}=false".strip()
-    assert order_environment() == {"XLA_FLAGS": ordered}
-    jax.devices()
-    order_programs()  # XLA has read its flags already
-    assert os.environ["XLA_FLAGS"] == flags
-    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
-    order_programs()
-    assert os.environ["XLA_FLAGS"] == ordered
-    monkeypatch.setenv("XLA_FLAGS", f"{flags} {name}=true")  # the user's word
-    assert order_environment() == {}
-    monkeypatch.setattr(_stored_programs, "version_of", lambda package: "0.12.0.1")
-    monkeypatch.setenv("XLA_FLAGS", flags)
-    assert order_environment() == {}
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    monkeypatch.delenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", raising=False)
+    folder = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    assert _cache_environment(tmp_path) == ({} if mixes else folder)
 
 
 def test_programs_that_no_run_has_read_for_a_month_go_and_others_stay(tmp_path, without_cache):
