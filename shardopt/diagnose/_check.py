@@ -80,10 +80,9 @@ def check(
     first, so that a stale value shows. Nothing is donated. A loss that takes a key gets none, so
     dropout is off.
 
-    **Reducers**: a reducer that compresses keeps two promises, and both are compared. With error
-    feedback, N times the mean and the unsent values add up to N times the gradient. A message of
-    `int8`, `sign`, `top_k` and `power_sgd` is what its formula says. `check` adds error feedback to
-    a reducer without it.
+    **Reducers**: a reducer that compresses loses nothing. With error feedback, N times the mean and
+    the unsent values add up to N times the gradient. `check` adds error feedback to a reducer
+    without it.
 
     **Large models**: the whole model and batch must fit one device. Check a reduced one with the
     same strategy: fewer layers, narrower ones, and short sequences.
@@ -122,7 +121,6 @@ def _differences(
         batch = values_of(place_batch(config, batch))
     params = values_of(state.params)
     differences = list(comparison.first_state(params))
-    differences += comparison.messages(params, batch)
     state = comparison.start(state, params)
     differences += comparison.evaluation(state, params, batch)
     for rows in batches_of(config, batch, NUM_STEPS):

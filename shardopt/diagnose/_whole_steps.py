@@ -22,7 +22,7 @@ from shardopt.diagnose._difference import (
 )
 from shardopt.diagnose._one_device import Evaluation, OneDevice
 from shardopt.diagnose._pieces import values_on_host
-from shardopt.diagnose._unsent import compare_messages, exact_gradients, unsent, with_memory
+from shardopt.diagnose._unsent import exact_gradients, unsent, with_memory
 from shardopt.losses._batch_dims import map_rows, num_rows, row_counts
 from shardopt.step._build import build
 from shardopt.step._optimizer import Metrics, ShardedOptimizer
@@ -122,15 +122,6 @@ class Comparison:
         metrics = self.opt.evaluate(state, batch)
         expected = self.one_device.evaluate(params, values_of(batch))
         yield from self._values("evaluated ", metrics, expected)
-
-    def messages(self, params: PyTree, batch: PyTree) -> list[Difference]:
-        """Compare the messages of a reducer."""
-        reducer = self.opt.config.wire.reducer
-        if reducer is None:
-            return []
-        _, gradients = self.one_device.differentiate(params, values_of(batch))
-        paths = [plan.path for plan in self.layout.trained]
-        return compare_messages(reducer, paths, gradients, self.allowed(np.float32))
 
     def start(self, state: TrainState, params: PyTree) -> TrainState:
         """Return a copy of a state, with a memory if the reducer has none."""

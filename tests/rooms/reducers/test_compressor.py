@@ -3,6 +3,8 @@
 Nothing is lost, and no NaN is hidden.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -175,3 +177,64 @@ def test_bad_input_is_refused():
             str(caught.value)
             == f"compressor: {name} has no form that a single sender can write.\n{fix}"
         )
+
+
+def in_blocks(values, size):
+    """Return values as blocks [blocks, size], padded with zeros."""
+    width = min(int(size), values.size)
+    return np.pad(values, (0, -values.size % width)).reshape(-1, width)
+
+
+def int8_formula(values, block_size):
+    blocks = in_blocks(values, block_size)
+    scales = np.max(np.abs(blocks), axis=1, keepdims=True) / 127
+    scales = np.where(scales == 0, 1, scales).astype(values.dtype)
+    return (np.round(blocks / scales) * scales).reshape(-1)[: values.size]
+
+
+def sign_formula(values, block_size):
+    blocks = in_blocks(values, block_size)
+    counts = np.sum(in_blocks(np.ones_like(values), block_size), axis=1, keepdims=True)
+    scales = np.sum(np.abs(blocks), axis=1, keepdims=True) / counts
+    return (np.where(blocks >= 0, scales, -scales)).reshape(-1)[: values.size]
+
+
+def top_k_formula(values, density):
+    count = min(values.size, max(1, math.ceil(density * values.size - 1e-9 * values.size)))
+    sent = np.argsort(-np.abs(values), kind="stable")[:count]
+    entries = np.zeros_like(values)
+    entries[sent] = values[sent]
+    return entries
+
+
+def of_rank_one(shape):
+    """Return an array of rank 1 in any two of its dims."""
+    product = np.full((), 3.0)
+    for dim in shape:
+        product = product[..., None] * np.linspace(-0.5, 1, dim)
+    return product
+
+
+FORMULAS = {
+    "int8": (reducers.int8(block_size=32), int8_formula, 32),
+    "sign": (reducers.sign(block_size=16), sign_formula, 16),
+    "top_k": (reducers.top_k(density=0.1), top_k_formula, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_a_message_is_what_its_formula_says(name, x64):
+    reducer, formula, number = FORMULAS[name]
+    code = reducers.compressor(reducer)
+    for leaf in jax.tree.leaves(gradients(0, np.float64)):
+        if leaf.size:
+            message, _ = code.encode(leaf, code.init(leaf))
+            expected = formula(leaf.reshape(-1), number).reshape(leaf.shape)
+            assert_close(code.decode(message, leaf), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_message_of_power_sgd_is_all_of_a_matrix_of_its_rank(x64):
+    code = reducers.compressor(reducers.power_sgd(rank=1))
+    grads = {"w": of_rank_one((24, 20)), "blocks": {"v": of_rank_one((2, 16, 16))}}
+    message, _ = code.encode(grads, code.init(grads))
+    assert_close(code.decode(message, grads), grads, rtol=1e-10, atol=1e-12)
