@@ -205,7 +205,7 @@ plt.show()
 # On the left the four curves coincide. The middle shows how little they differ: eight devices round their sums in
 # another order than one device. The right shows what you gain: less memory per device, and the same training.
 #
-# This holds for every optax optimizer but lookahead, including the clipping by the global norm above. Your optimizer
+# This holds for every optax optimizer but lookahead and dpsgd, including the clipping by the global norm above. Your optimizer
 # sees all gradients, as if they were on one device. We check this:
 
 # %%
