@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from multiprocessing import AuthenticationError
 from typing import NamedTuple
 
 import jax
@@ -177,7 +176,7 @@ class MemoryWriter:
             try:
                 vault.put(address, self._token, rank, step, group, data, digest)
                 self._unreachable.discard(address)
-            except (OSError, EOFError, AuthenticationError) as error:
+            except (OSError, EOFError) as error:
                 # warn once: the next snapshots will probably fail too
                 if address not in self._unreachable:
                     _LOG.warning(text, self._caller, step, address, type(error).__name__, error)

@@ -29,6 +29,7 @@ from shardopt.cli._verify import VerifyOptions, verify
 from shardopt.core import calling, check_number, value_error
 from shardopt.runtime._devices import start_devices
 from shardopt.runtime._doctor import doctor
+from shardopt.runtime._hosts import ALONE, read_hosts
 from shardopt.runtime._launch import GRACE
 from shardopt.runtime._launch import launch as run_processes
 from shardopt.runtime._processes import end_at_once, initialize
@@ -37,8 +38,8 @@ from shardopt.runtime._vault import TOKEN, keep_snapshots
 
 @dataclasses.dataclass(frozen=True)
 class LaunchOptions:
-    """Run a command as several processes of one job on this machine: launch --processes 4 -- train
-    --steps 100.
+    """Run a command as several processes of one job, on this machine or on several: launch
+    --processes 4 -- train --steps 100.
 
     After -- comes a command of shardopt, a python script that calls so.initialize(), or a program.
     The output of process 0 is shown. When a process fails, the others are ended, and the failure is
@@ -50,6 +51,12 @@ class LaunchOptions:
     continues with all that are left when some are killed. 1,2,4 continues with the largest of these
     numbers that is possible. train leaves out more if the others could not share its devices evenly.
     By default every restart has all processes.
+    """
+
+    hosts: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT,HOST,...")] = None
+    """The hosts of the job, such as node0:8476,node1. Give the same command on each; each starts
+    --processes processes. The port is for process 0, on the first host. By default this machine
+    alone.
     """
 
     max_restarts: int = 0
@@ -205,6 +212,9 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
     folder = run_options.run.run_dir if run_options else None
     counts = parse_processes(options.processes)
     fewer = [count for count in counts if count < max(counts)]
+    if options.hosts and fewer:
+        problem = f"with --hosts every host starts all its processes, got {options.processes}."
+        raise value_error(problem, fix=f"--processes {max(counts)}.")
     if run_options is not None:  # each process has an equal share of the simulated devices
         fewer = [count for count in fewer if run_options.where.devices % max(count, 1) == 0]
     return run_processes(
@@ -215,6 +225,7 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
         fewer=fewer,
         hang_timeout=options.hang_timeout,
         grace=options.grace,
+        hosts=read_hosts(options.hosts) if options.hosts else ALONE,
     )
 
 

@@ -14,7 +14,7 @@ import jax
 
 from shardopt.core._errors import value_error
 
-_SETTLED = "SHARDOPT_PLACE"
+_SETTLED = "SHARDOPT_SETTLED"
 """The environment variable with the place that this process, or a process that started it, has
 taken in the job. A helper of a process inherits its place, and is no further process of the job."""
 _MPI_VARIABLES = (

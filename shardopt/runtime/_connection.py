@@ -1,5 +1,6 @@
 """How this process finds the others of its job: where its launcher says that, or jax can read it."""
 
+import functools
 import importlib.util
 import os
 import socket
@@ -16,6 +17,8 @@ from shardopt.core._place import (
     stated_place,
 )
 
+LISTEN_ADDRESS = "SHARDOPT_LISTEN_ADDRESS"
+"""The environment variable with the only address at which jax listens in this process."""
 _DETECTED_BY_JAX = (
     "OMPI_MCA_orte_hnp_uri",
     "JAX_COORDINATOR_ADDRESS",
@@ -83,11 +86,28 @@ def stated_connection() -> Connection | None:
     if place is None:
         return _without_place()
     if place.launcher == "jax":
-        is_whole = place.address is not None and place.rank is not None
-        return Connection(place.address, place.size, place.rank) if is_whole else Connection()
+        if place.address is None or place.rank is None:
+            return Connection()
+        return Connection(place.address, place.size, place.rank, _listen(place.address))
     if place.size == 1:
         return None
     return _CONNECT[place.launcher](place)
+
+
+def _listen(coordinator: str) -> dict[str, Any]:
+    """Let jax listen at the address that the launcher states; return the options for that.
+
+    By itself gloo takes what the name of the host means: 127.0.1.1 on Debian, where no other host
+    reaches it, or an address that strangers reach. And process 0 listens at all addresses.
+    """
+    address = os.environ.get(LISTEN_ADDRESS)
+    if address is None:
+        return {}
+    from jax._src.lib import _jax
+
+    make_collectives = _jax.make_gloo_tcp_collectives
+    _jax.make_gloo_tcp_collectives = functools.partial(make_collectives, hostname=address)
+    return {"coordinator_bind_address": f"{address}:{coordinator.rpartition(':')[2]}"}
 
 
 def _without_place() -> Connection | None:

@@ -1,4 +1,5 @@
-"""`launch`: run a job of several processes on this machine, and start it again when it fails.
+"""`launch`: run a job of several processes on this machine, or its part of a job of several hosts,
+and start it again when it fails.
 
 The next attempt may have the same number of processes, fewer, or more.
 """
@@ -12,7 +13,6 @@ import os
 import queue
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,9 +23,11 @@ from typing import IO, Any, NamedTuple, TextIO
 
 from shardopt.core import CORRUPTED, calling, check_count, check_number, plural
 from shardopt.runtime._agreement import process_text
+from shardopt.runtime._connection import LISTEN_ADDRESS
 from shardopt.runtime._files import acquire_lock, release_lock
+from shardopt.runtime._hosts import ALONE, Hosts
 from shardopt.runtime._processes import FailurePipe, failures, handled_signals
-from shardopt.runtime._progress import HUNG, STACKS, STACKS_SIGNAL
+from shardopt.runtime._progress import HANG_TIMEOUT, HUNG, STACKS, STACKS_SIGNAL
 from shardopt.runtime._stored_programs import (
     FOLDER_NAME,
     has_mixing_jaxlib,
@@ -35,7 +37,6 @@ from shardopt.runtime._stored_programs import (
 from shardopt.runtime._vault import Vaults
 from shardopt.runtime._watch import Hang, Watch, describe, process_state
 
-_LOCK_NAME = ".launch.lock"
 _FOLLOW = Path(__file__).with_name("_follow.py")
 _GLOO_PREFIX = b"[Gloo] Rank "
 """The start of lines that gloo writes for each connection. They are only in the log, not on the
@@ -93,7 +94,7 @@ class _AttemptResult(NamedTuple):
     # how many ended by a signal from elsewhere, caused the hang, or have a device that computes
     # wrong
     killed: int
-    logs: tuple[Path, ...]
+    logs: dict[int, Path]  # by rank
     hang_text: str = ""  # the message about a hang
     hang_seconds: float = 0.0  # seconds of the hang
     corrupted: tuple[int, ...] = ()  # the ranks that have a device that computes wrong
@@ -146,6 +147,8 @@ class LaunchedJob:
         progress, in processes that called `so.initialize()`.
       grace: seconds that the processes have to save and to end after SIGTERM or Ctrl-C. Then the
         processes that still run are named and killed.
+      hosts: the hosts that run the same command, each with `processes` processes. By default this
+        machine alone.
       say: prints messages about failures and restarts.
 
     Example:
@@ -166,6 +169,7 @@ class LaunchedJob:
     fewer: Collection[int] = ()
     hang_timeout: float | None = None
     grace: float = GRACE
+    hosts: Hosts = ALONE
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
 
     def usable_count(self, available: int) -> int:
@@ -192,10 +196,13 @@ def launch(command_of: Callable[[int], Sequence[str]], **settings: Any) -> int:
     job = LaunchedJob(command_of, **settings)
     _check_job(job)
     with (
-        _locked_folder(job.log_dir) as lock_descriptor,
+        _locked_folder(job) as lock_descriptor,
         _catch_signals() as signals,
         failures() as failure_pipe,
-        contextlib.closing(Vaults(job.processes if job.max_restarts else 0)) as vaults,
+        # of several hosts each has a `shardopt vault`, which outlives the launchers
+        contextlib.closing(
+            Vaults(job.processes if job.max_restarts and job.hosts.are_one else 0)
+        ) as vaults,
     ):
         descriptors = (lock_descriptor, failure_pipe.descriptor)
         return _Launcher(job, signals, failure_pipe, vaults, descriptors, job.processes).run()
@@ -269,21 +276,25 @@ class _Launcher:
         )
         return None
 
-    def _places(self) -> list[int]:
-        """Return the places of the processes, by rank: the lowest numbers that are not dropped."""
+    def _places(self) -> dict[int, int]:
+        """Return the place of each process of this machine by rank: the lowest numbers that are not
+        dropped.
+        """
         places = (place for place in itertools.count() if place not in self.dropped_places)
-        return list(itertools.islice(places, self.count))
+        first_rank = self.job.hosts.number * self.count
+        return dict(zip(range(first_rank, first_rank + self.count), places, strict=False))
 
     def _count_failure(self, result: _AttemptResult, code: int) -> int | None:
         """Show a failure, and count it.
 
         Return the exit code of the job if it must not start again.
         """
-        if self.signals.end_requested and _obeys_signal(code):
+        # of several hosts another one may have got the signal
+        if (self.signals.end_requested or not self.job.hosts.are_one) and _obeys_signal(code):
             return 128 + self.signals.first
         has_hint = code > 0 and not result.hang_text
         hint = _size_hint(self.count, self.job.processes) if has_hint else ""
-        self.job.say(_failure_text(result, self.count) + hint)
+        self.job.say(_failure_text(result, self.count, self.job.hosts) + hint)
         if self.signals.end_requested or self.num_failures == self.job.max_restarts:
             return code if code > 0 else 128 - code
         self.num_failures += 1
@@ -296,15 +307,19 @@ class _Launcher:
         job = self.job
         if job.max_restarts:
             self.environment |= self.vaults.environment() | _cache_environment(job.log_dir)
-        watch = (
-            None if job.hang_timeout is None else Watch(self.count, job.hang_timeout, say=job.say)
-        )
+        watch = None
+        if (
+            job.hang_timeout is not None and job.hosts.are_one
+        ):  # else `initialize` starts a watchdog
+            watch = Watch(self.count, job.hang_timeout, say=job.say)
         with contextlib.closing(watch) if watch else contextlib.nullcontext():
             command = job.command_of(self.attempt)
             return self._run_processes(command, watch)
 
     def _run_processes(self, command: Sequence[str], watch: Watch | None) -> _AttemptResult:
-        address = _free_address()
+        hosts = self.job.hosts
+        total = self.count * len(hosts.names)
+        address = hosts.coordinator(self.attempt)
         members = []
         # no SimpleQueue: in CPython 3.11 a signal at the end of its timeout makes it wait for ever
         finished: queue.Queue[tuple[int, int]] = queue.Queue()
@@ -312,14 +327,16 @@ class _Launcher:
         hang_text = ""
         self.failures.ranks()  # discard the reports of the previous attempt
         try:
-            for rank in range(self.count):
+            for rank, own_place in self._places().items():
                 log = _log_path(self.job.log_dir, self.attempt, rank)
                 place = (
-                    _place_environment(rank, self.count, address)
+                    _place_environment(rank, total, address)
                     | self.failures.environment
                     | self.environment
                 )
-                place[PLACE] = str(self._places()[rank])
+                place[PLACE] = str(own_place)
+                place[LISTEN_ADDRESS] = hosts.address
+                place[HANG_TIMEOUT] = str(self.job.hang_timeout or "")
                 if watch is not None:
                     place |= watch.environment | {STACKS: str(_stacks_file(log))}
                 members.append(_start(command, rank, log, place, self.descriptors))
@@ -335,7 +352,7 @@ class _Launcher:
                 members,
                 grace=0.0 if all(member.process.poll() == 0 for member in members) else _GRACE,
             )
-        logs = tuple(member.log for member in members)
+        logs = {member.rank: member.log for member in members}
         if hang is not None:
             return _AttemptResult(
                 (hang.ranks[0], HUNG), len(hang.ranks) % self.count, logs, hang_text, hang.seconds
@@ -433,14 +450,15 @@ def _log_path(folder: Path, attempt: int, rank: int) -> Path:
 
 
 @contextlib.contextmanager
-def _locked_folder(folder: Path) -> Iterator[int]:
-    """Lock the folder of the logs, and yield the descriptor of the lock, which the processes
-    inherit.
+def _locked_folder(job: LaunchedJob) -> Iterator[int]:
+    """Lock the folder of the logs for this host, and yield the descriptor of the lock, which the
+    processes inherit.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    job.log_dir.mkdir(parents=True, exist_ok=True)
     instead = "choose another --log-dir (of train, another --run-dir)"
+    name = f".launch{job.hosts.number or ''}.lock"
     lock = acquire_lock(
-        "launch", folder, name=_LOCK_NAME, instead=instead
+        "launch", job.log_dir, name=name, instead=instead
     )  # .lock is the lock of Checkpoints in the same folder
     try:
         assert lock.descriptor is not None
@@ -449,7 +467,7 @@ def _locked_folder(folder: Path) -> Iterator[int]:
         release_lock(lock)
 
 
-def _failure_text(result: _AttemptResult, processes: int) -> str:
+def _failure_text(result: _AttemptResult, count: int, hosts: Hosts) -> str:
     assert result.failed is not None
     if result.hang_text:
         return result.hang_text
@@ -461,10 +479,13 @@ def _failure_text(result: _AttemptResult, processes: int) -> str:
     last_lines = _last_lines(result.logs[rank], _SHOWN_LINES)
     if last_lines:
         output = "\n  ".join(["Its last lines:", *last_lines])
-    return (
-        f"launch: process {rank} of {processes} {event}; the others were ended.\n{output}\n"
+    text = (
+        f"launch: process {rank} of {count * len(hosts.names)} {event}; the others were ended.\n{output}\n"
         f"All of it: {result.logs[rank]}"
     )
+    if not hosts.are_one:
+        text += f"\nThe hosts, {plural(count, 'process')} each: {', '.join(hosts.names)}."
+    return text
 
 
 def _size_hint(count: int, processes: int) -> str:
@@ -481,11 +502,10 @@ def _size_hint(count: int, processes: int) -> str:
 
 
 def _last_lines(log: Path, count: int) -> list[str]:
-    """Return the last lines of a log, without blank lines and lines of gloo."""
+    """Return the last lines of a log, without blank lines, lines of gloo and frames of C++."""
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-    return [line for line in lines if line.strip() and not line.startswith(_GLOO_PREFIX.decode())][
-        -count:
-    ]
+    left_out = (_GLOO_PREFIX.decode(), "    @ ")
+    return [line for line in lines if line.strip() and not line.startswith(left_out)][-count:]
 
 
 class _Signals:
@@ -695,26 +715,17 @@ def _malloc_environment() -> dict[str, str]:
     return {"GLIBC_TUNABLES": _MALLOC} if is_free and runs_on_cpus() else {}
 
 
-def _free_address() -> str:
-    """Return an address of this machine with a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
 def _end_members(members: Sequence[_Member], *, grace: float) -> None:
     """Ask all running processes to end, wait `grace` seconds, and kill the others with their
     children.
     """
     for member in members:
         _send_signal(member, signal.SIGTERM)
-    all_ended = threading.Event()
-    watcher = threading.Thread(
-        target=lambda: [member.process.wait() for member in members] and all_ended.set(),
-        daemon=True,
+    waiter = threading.Thread(
+        target=lambda: [member.process.wait() for member in members], daemon=True
     )
-    watcher.start()
-    all_ended.wait(grace)
+    waiter.start()
+    waiter.join(grace)
     for member in members:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(member.process.pid, signal.SIGKILL)

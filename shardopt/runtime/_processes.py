@@ -77,6 +77,7 @@ def initialize(
     - An uncaught error ends this process at once. It does not wait for the other processes, which
       may be waiting for it.
     - If the launcher dies, this process dies too.
+    - jax listens at 127.0.0.1, or with --hosts at this host's address in the network of the others.
     - SIGTERM ends this process, until `fit` handles the signal. jax's own preemption notice, which
       would ignore SIGTERM, is switched off.
     """
@@ -107,6 +108,10 @@ def initialize(
         jax.distributed.initialize(*connection[:3], **(connection.options or {}))
     settle()
     tell_end()
+    if os.environ.get(progress.HANG_TIMEOUT):  # the launchers of several hosts cannot watch
+        from shardopt.runtime._watchdog import watchdog
+
+        watchdog(float(os.environ[progress.HANG_TIMEOUT]))
     if is_launched and threading.current_thread() is threading.main_thread():
         # jax has installed a handler for SIGTERM in C++ that Python does not know: restore Python's
         # handler.

@@ -44,6 +44,9 @@ STACKS = "SHARDOPT_WATCH_STACKS"
 for stacks.
 """
 
+HANG_TIMEOUT = "SHARDOPT_HANG_TIMEOUT"
+"""The environment variable with the seconds of `so.runtime.watchdog`, which `initialize` then calls."""
+
 HUNG = 124
 """Exit code of a process that was ended because the job hangs; timeout(1) uses it too."""
 

@@ -167,7 +167,7 @@ class Vaults:
         self._all = [start_vault(number, self._token) for number in range(count)]
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables with the addresses of the vaults.
+        """Return the environment variables with the addresses of the vaults; none without vaults.
 
         Vaults that have died are started again first; these are empty.
         """
@@ -175,6 +175,8 @@ class Vaults:
             if vault.process.poll() is not None:
                 end_program(vault.process)
                 self._all[number] = start_vault(number, self._token)
+        if not self._all:
+            return {}
         return {ADDRESSES: ",".join(vault.address for vault in self._all), TOKEN: self._token}
 
     def close(self) -> None:

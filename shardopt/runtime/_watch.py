@@ -282,7 +282,7 @@ def describe(
     else:
         symptom = "not heard of" if hang.silent else "without progress"
         position = (
-            f", last {_position_text(first_report, hang.lane)}"
+            f", last on {first_report.host} {_position_text(first_report, hang.lane)}"
             if first_report
             else ", and never was"
         )

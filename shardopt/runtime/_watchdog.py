@@ -9,8 +9,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import jax
-
 from shardopt.core import format_error
 from shardopt.runtime import _progress as progress
 
@@ -64,9 +62,9 @@ def watchdog(hang_timeout: float, *, port: int = 0) -> None:
     from jax._src.distributed import global_state
 
     client = global_state.client
-    rank = jax.process_index()
-    if client is None or rank == 0:
-        ready_line = _start(jax.process_count(), hang_timeout, port)
+    rank = global_state.process_id or 0  # jax.process_index() would start a backend
+    if rank == 0:
+        ready_line = _start(global_state.num_processes or 1, hang_timeout, port)
         if client is not None:
             client.key_value_set(_KEY, ready_line)
     else:

@@ -169,12 +169,15 @@ class Host:
     def _take_address(self, address: str) -> None:
         self.address = address
         _ip("-n", self.namespace, "addr", "add", f"{address}/24", "dev", "eth0")
-        lines = ["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in self._hosts)]
         for host in self._hosts:
+            # As on Debian, a host knows its own name as an address that no other host reaches.
+            names = {known.name: known.address for known in self._hosts}
+            names |= {host.name: "127.0.1.1", "localhost": "127.0.0.1"}
+            lines = [f"{address} {name}\n" for name, address in names.items()]
             # written in place: programs that run have this file mounted
             folder = _FILES / host.namespace
             if folder.is_dir():
-                (folder / "hosts").write_text("\n".join(lines) + "\n")
+                (folder / "hosts").write_text("".join(lines))
 
 
 def _ip(*words: str) -> str:

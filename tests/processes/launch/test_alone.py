@@ -112,7 +112,7 @@ def environment(monkeypatch):
 
     yield update
     # `initialize` notes that the place is taken
-    os.environ.pop("SHARDOPT_PLACE", None)
+    os.environ.pop("SHARDOPT_SETTLED", None)
 
 
 def loss(params, batch):

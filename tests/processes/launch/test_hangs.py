@@ -127,7 +127,7 @@ def test_a_watchdog_ends_a_job_that_no_launcher_watches():
             job.kill()
     assert [job.returncode for job in jobs] == [124, 124], said
     assert re.search(
-        r"^watchdog: process 1 of 2 hangs: without progress for \d s, last at step 4 in 'data'\.$",
+        r"^watchdog: process 1 of 2 hangs: without progress for \d s, last on \S+ at step 4 in 'data'\.$",
         said[0],
         re.M,
     )

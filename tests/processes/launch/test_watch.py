@@ -112,7 +112,7 @@ def test_a_hang_is_described_with_its_process_and_stack():
     seen = {0: hung_report, 1: heard(6, 0, "wait", 10)}
     assert (
         describe("launch", Hang((0,), False, MAIN, 11), seen, 2, {0: STACKS, 1: STACKS}, {0: "S"})
-        == "launch: process 0 of 2 hangs: without progress for 11 s, last at step 5 in 'data'.\n"
+        == "launch: process 0 of 2 hangs: without progress for 11 s, last on here at step 5 in 'data'.\n"
         'Process 0 is in:\n  File "b.py", line 2 in inner\n  File "b.py", line 9 in <module>\n'
         "The others:\n  process 1: at step 6 in 'wait', in File \"b.py\", line 2 in inner"
     )
@@ -223,7 +223,7 @@ def test_a_process_that_hangs_is_named_and_the_job_started_again(tmp_path, fault
     hang, restart = said
     position = (
         # it may have stopped before its next report
-        r"(, last at step [0-4] in '(start|data|wait)'|, and never was)"
+        r"(, last on \S+ at step [0-4] in '(start|data|wait)'|, and never was)"
     )
     assert re.match(rf"launch: process 1 of 2 hangs: {how} for [3-9] s{position}\.\n", hang)
     assert stack in hang

@@ -1,0 +1,59 @@
+"""`shardopt launch --hosts`: the same command on each host makes one job, closed to other networks."""
+
+import pytest
+
+from shardopt.cli._commands import run
+from shardopt.runtime._hosts import Hosts, read_hosts
+
+from .conftest import launch, listening, said, wait_for
+
+
+def test_the_same_command_on_each_host_makes_one_job_that_listens_in_their_network_only(
+    pair, tmp_path
+):
+    met = [tmp_path / f"met-{rank}" for rank in range(2)]
+    worker = ["worker_that_meets.py", tmp_path]
+    jobs = [launch(host, tmp_path, worker, "--processes", "1") for host in pair]
+    wait_for(lambda: all(path.exists() for path in met), jobs)
+    assert [listening(host) for host in pair] == [{"10.77.0.1"}, {"10.77.0.2"}]
+    (tmp_path / "end").touch()
+    assert [job.wait() for job in jobs] == [0, 0], said(tmp_path, pair[0])
+    assert {path.read_text() for path in met} == {"[0, 1] place 0"}
+    logs = {path.name for path in (tmp_path / "logs").iterdir()}
+    assert logs == {".launch.lock", ".launch1.lock", "process-0.log", "process-1.log"}
+
+
+FORM = (
+    "name the hosts in the same order on each, the first with a port that is free there: --hosts"
+    " node0:8476,node1."
+)
+
+
+@pytest.mark.parametrize("text", ["", "node0", "node0,node1", "node0:x,node1", "node0:0,node1"])
+@pytest.mark.parametrize("tail", ["", ","])
+def test_hosts_of_another_form_are_refused(text, tail):
+    with pytest.raises(ValueError, match="cannot be read") as error:
+        read_hosts(text + tail)
+    assert str(error.value) == f"shardopt: --hosts {text + tail} cannot be read.\nFix: {FORM}"
+
+
+def test_hosts_without_this_machine_or_with_it_twice_are_refused():
+    with pytest.raises(ValueError, match=r"names \S+ 0 times, not once"):
+        read_hosts("198.51.100.1:8476,198.51.100.2")
+    with pytest.raises(ValueError, match=r"names \S+ 2 times, not once"):
+        read_hosts("127.0.0.1:8476,127.0.0.2")
+    with pytest.raises(ValueError, match=r"there is no way to no\.such\.host\.invalid"):
+        read_hosts("127.0.0.1:8476,no.such.host.invalid")
+
+
+def test_each_attempt_of_a_job_on_several_hosts_has_a_port_of_its_own():
+    hosts = Hosts(("first", "second"), 8476, 1, "10.0.0.2")
+    assert [hosts.coordinator(attempt) for attempt in range(2)] == ["first:8476", "first:8477"]
+    assert hosts._replace(number=0).coordinator(0) == "10.0.0.2:8476"
+
+
+def test_fewer_processes_are_refused_with_hosts(capfd):
+    words = ["launch", "--hosts", "127.0.0.1:8476", "--processes", "1:4", "--", "train"]
+    assert run(words) == 2
+    problem = "launch: with --hosts every host starts all its processes, got 1:4."
+    assert f"{problem}\nFix: --processes 4." in capfd.readouterr().err
