@@ -103,7 +103,7 @@ def _listen(coordinator: str) -> dict[str, Any]:
     address = os.environ.get(LISTEN_ADDRESS)
     if address is None:
         return {}
-    from jax._src.lib import _jax
+    from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     make_collectives = _jax.make_gloo_tcp_collectives
     _jax.make_gloo_tcp_collectives = functools.partial(make_collectives, hostname=address)

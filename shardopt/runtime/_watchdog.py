@@ -63,7 +63,7 @@ def watchdog(hang_timeout: float, *, port: int = 0) -> None:
 
     client = global_state.client
     rank = global_state.process_id or 0  # jax.process_index() would start a backend
-    if rank == 0:
+    if client is None or rank == 0:
         ready_line = _start(global_state.num_processes or 1, hang_timeout, port)
         if client is not None:
             client.key_value_set(_KEY, ready_line)

@@ -84,6 +84,7 @@ with network(1) as [host]:
 def test_hosts_of_a_process_that_was_killed_are_removed(pair):
     command = [sys.executable, "-c", CRASH]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=TESTS) as crashed:
+        assert crashed.stdout is not None
         namespace = crashed.stdout.readline().split()[0]
     assert namespace in subprocess.getoutput("ip netns list")
     remove_stale()

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 sys.path.append(str(Path(__file__).parents[1] / "launch"))
-import small_job
+import small_job  # pyright: ignore[reportMissingImports]
 
 import shardopt as so
 
