@@ -15,8 +15,14 @@ lists them. The texts are kept in FOLDER. Without it, the texts there are read a
 """
 
 import argparse
+import gzip
 import json
+import os
 import random
+import re
+import statistics
+import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +32,8 @@ RESULTS = Path(__file__).parent / "results" / "measured_runs.json"
 SEED = 65
 HALVES = ("fit", "test")
 GENERATIONS = ("v5e", "v5p", "v6e", "tpu7x")
+ASSUMED = 0.7
+"""The share for a generation without a fit, as in `step_times/memory_shares.csv`."""
 SHARES = [round(0.3 + 0.01 * step, 2) for step in range(71)]
 """Shares of the HBM bandwidth among which the fit chooses."""
 
@@ -69,15 +77,195 @@ def drawn_rows(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def slices_of(run: dict[str, Any]) -> int:
+    """Return the slices of a run; of a table with several numbers, its first."""
+    return int(str(run["slices"]).split(" ")[0])
+
+
+def words_of(run: dict[str, Any]) -> list[str]:
+    """Return the words for MaxText's `train_compile`: sizes, the words of the run, and its topology.
+
+    Words that choose data, checkpoints or a profiler change no step, and are left out.
+    """
+    sizes = {
+        "model_name": run["model"],
+        "per_device_batch_size": run["per_device_batch"],
+        "max_target_length": run["seq_len"],
+    }
+    told = run.get("tuning_params") or {}
+    words = sizes | {key: value for key, value in told.items() if not _NO_STEP.search(key)}
+    cores = 2 if run["chip"] in ("v5p", "tpu7x") else 1
+    slices = slices_of(run)
+    chips = run["chips"] // slices
+    words |= {
+        "compile_topology": f"{run['chip']}-{chips * cores}",
+        "compile_topology_num_slices": slices,
+    }
+    return [f"{key}={value}" for key, value in words.items()]
+
+
+_NO_STEP = re.compile(
+    "dataset|checkpoint|profiler|^steps$|tokenizer|output_directory|run_name|metrics"
+)
+
+
+def compile_run(run: dict[str, Any], python: str, folder: Path) -> dict[str, Any]:
+    """Compile a run by MaxText, and keep its text; leave out one flag after the other that libtpu
+    refuses.
+    """
+    flags = list(run["flags"])
+    refused: list[str] = []
+    while True:
+        facts, text = compile_words([*words_of(run), *_flag_word(flags)], python)
+        name = re.search(r"(?:option|flag)[^\w]+(?:\w+ )*'?(xla_\w+)", facts.get("error", ""))
+        bad = [flag for flag in flags if name and name[1] in flag]
+        if text or not bad:
+            break
+        refused += bad
+        flags = [flag for flag in flags if flag not in bad]
+    facts |= {"by": "MaxText's own words", "refused_flags": refused}
+    stem = folder / str(run["id"])
+    stem.with_suffix(".json").write_text(json.dumps(facts))
+    if text:
+        stem.with_suffix(".hlo.gz").write_bytes(gzip.compress(text.encode(), 1))
+    return facts
+
+
+def _flag_word(flags: list[str]) -> list[str]:
+    return [f"compile_xla_flags={' '.join(flags)}"] if flags else []
+
+
+def compile_words(words: list[str], python: str) -> tuple[dict[str, Any], str]:
+    """Compile by MaxText in its own Python. Return what the compiler says, and the text."""
+    script = Path(__file__).with_name("beside_maxtext.py")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [python, str(script), "--child", folder, *words],
+            env=env,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        facts_path = Path(folder) / "facts.json"
+        if not facts_path.exists():
+            lines = (done.stdout + done.stderr).strip().splitlines()
+            return {"error": "\n".join(lines[-3:])[:500], "words": words}, ""
+        facts = json.loads(facts_path.read_text()) | {"words": words}
+        program = Path(folder) / "program.hlo.gz"
+        text = gzip.decompress(program.read_bytes()).decode() if program.exists() else ""
+        return facts, text
+
+
+def estimated_seconds(text: str, mesh: dict[str, int], chip: str, share: float) -> float:
+    """Return the seconds of a compiled program at a share of the HBM bandwidth."""
+    from step_times import step_seconds
+
+    sizes = {axis: size for axis, size in mesh.items() if size > 1}
+    total = step_seconds(text, mesh=sizes, hardware=chip, memory_share=share).total
+    assert total is not None
+    return total
+
+
+def read_programs(rows: dict[str, Any], folder: Path) -> None:
+    """Add to each row what its stored program gives: seconds at every share, or why there is none."""
+    for key, row in rows.items():
+        path = folder / f"{key}.json"
+        if not path.exists():
+            continue
+        facts = json.loads(path.read_text())
+        row["compiled"] = {name: facts[name] for name in _KEPT if name in facts}
+        program = path.with_suffix(".hlo.gz")
+        if program.exists():
+            text = gzip.decompress(program.read_bytes()).decode()
+            row["estimated_seconds"] = {
+                str(share): estimated_seconds(text, facts["mesh"], row["chip"], share)
+                for share in SHARES
+            }
+
+
+_KEPT = ("by", "words", "refused_flags", "versions", "compile_seconds", "error", "memory")
+
+
+def relative_error(row: dict[str, Any], share: float) -> float:
+    """Return by how much the estimate is too long: 0.1 is 10%."""
+    return row["estimated_seconds"][str(share)] / row["measured_seconds"] - 1
+
+
+def fitted_shares(rows: dict[str, Any]) -> dict[str, float]:
+    """Return the share of each generation that has the smallest median error on its fit half."""
+    shares = {}
+    for chip in GENERATIONS:
+        fit = [
+            row
+            for row in rows.values()
+            if row["chip"] == chip and row["half"] == "fit" and "estimated_seconds" in row
+        ]
+        if fit:
+            shares[chip] = min(
+                SHARES,
+                key=lambda share: statistics.median(abs(relative_error(row, share)) for row in fit),
+            )
+    return shares
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return a line a run: its half, the measured and the estimated seconds, and the error, at the
+    share of its generation, or at `ASSUMED` where nothing is fitted.
+    """
+    shares = results["shares"]
+    lines = [
+        "| id | run | chips x slices | half | measured, s | marked | e | estimated, s | error | compiled |",
+        "|---:|---|---|---|---:|---|---:|---:|---:|---|",
+    ]
+    for key, row in results["runs"].items():
+        share = shares.get(row["chip"], ASSUMED)
+        compiled = row.get("compiled", {})
+        cells = ["", "", ""]
+        if "estimated_seconds" in row:
+            estimate = row["estimated_seconds"][str(share)]
+            word = "" if row["chip"] in shares else " (assumed)"
+            cells = [f"{share}{word}", f"{estimate:.3g}", f"{relative_error(row, share):+.1%}"]
+        how = compiled.get("by", "not compiled")
+        if "error" in compiled:
+            how = "failed"
+        if compiled.get("refused_flags"):
+            how += f", without {len(compiled['refused_flags'])} flags"
+        run = [key, row["name"], f"{row['chips']} x {slices_of(row)}", row["half"]]
+        lines.append(
+            "| "
+            + " | ".join([*run, f"{row['measured_seconds']:.4g}", row["mark"], *cells, how])
+            + " |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
-    """Draw, or read what was drawn."""
+    """Draw, compile, or read what was compiled."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, required=True, help="the measured runs")
     parser.add_argument("--draw", action="store_true", help="write both halves")
+    parser.add_argument("--compile", type=int, action="append", default=[], help="ids to compile")
+    parser.add_argument("--maxtext", help="the Python of an environment with MaxText")
+    parser.add_argument(
+        "--programs", type=Path, default=Path(tempfile.gettempdir()) / "measured_runs"
+    )
     options = parser.parse_args()
     runs = json.loads(options.runs.read_text(encoding="utf-8"))
-    if options.draw:
-        write_json(__file__, {"seed": SEED, "runs": drawn_rows(runs)}, RESULTS)
+    options.programs.mkdir(exist_ok=True)
+    for run in runs:
+        if run["id"] in options.compile:
+            facts = compile_run(run, options.maxtext, options.programs)
+            print(run["id"], run["name"], facts.get("error", "compiled"), flush=True)
+    stored = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}
+    rows = drawn_rows(runs)
+    if not options.draw:
+        rows = {key: stored["runs"].get(key, {}) | row for key, row in rows.items()}
+        read_programs(rows, options.programs)
+    results = {"seed": SEED, "shares": fitted_shares(rows), "runs": rows}
+    write_json(__file__, results, RESULTS)
+    print(table(results))
 
 
 if __name__ == "__main__":

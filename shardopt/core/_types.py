@@ -62,7 +62,7 @@ class Weighted(NamedTuple):
 
     Weights are treated as constants: they must not depend on the parameters. Several weights are
     summed before the loss is differentiated. With micro-batches this evaluates the computation of
-    the weights once more. A pipeline and the parameter server accept a single pair only.
+    the weights once more. The parameter server accepts a single pair only.
 
     Attributes:
       total: a scalar, or a tuple of scalars.

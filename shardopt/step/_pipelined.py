@@ -10,10 +10,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from shardopt.collectives import all_reduce
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._slots import StepInputs
-from shardopt.core import PyTree, format_error, plural, replaced, value_error
+from shardopt.core import PyTree, plural, replaced, value_error
 from shardopt.core._block_model import (
     BLOCKS,
     EMBED,
@@ -28,6 +29,7 @@ from shardopt.core._checksum import checksum_of, to_limbs
 from shardopt.core._loss_parts import LossParts
 from shardopt.losses._batch_dims import num_rows
 from shardopt.losses._loss import all_gather_leaves, step_key
+from shardopt.losses._metrics import objective
 from shardopt.losses._parts import loss_parts
 from shardopt.losses._rows import row_context, with_rows
 from shardopt.losses._sums import cut, reduce_scatter_grads
@@ -94,10 +96,12 @@ class Pipelined:
         block_plans = [plan for plan in layout.trained if plan.stacked]
         outer_plans = [plan for plan in layout.trained if not plan.stacked]
         model = self._model(config, layout, inputs)
+        weights = self._stage_weights(config, layout, inputs.params)
+        model = self._with_sum_weights(model, weights)
         sums = execute(
             self.schedule,
             model,
-            self._stage_weights(config, layout, inputs.params),
+            weights,
             layout.counts,
             remat=self.remat,
             specs=SumSpecs(
@@ -195,6 +199,16 @@ class Pipelined:
             gathers_blocks=config.gathers and not self.gathers_once(config),
         )
 
+    def _with_sum_weights(self, model: "_PipelinedModel", weights: Arrays) -> "_PipelinedModel":
+        """Return the model with the summed weights of its loss, if that has several terms."""
+        parts = jax.eval_shape(model.loss, jnp.int32(0), model._x[0])
+        if isinstance(parts.loss.weight, tuple):
+            # The compiler removes all computations that the weights do not need.
+            parts = forward_only(self.schedule, model, weights, model.layout.counts)
+            sums = all_reduce([x.sum(0) for x in parts.loss.weight], model.config.axes.summed)
+            model = dataclasses.replace(model, sum_weights=sums)
+        return model
+
 
 def _as_stored(grads: Arrays, plans: list[LeafPlan]) -> Arrays:
     """Return gradients in the dtypes of their leaves."""
@@ -219,6 +233,8 @@ class _PipelinedModel:
       rows: the number of rows of a micro-batch.
       inputs: of the step.
       gathers_blocks: whether a block gathers its weights when it runs.
+      sum_weights: for a loss of several terms, their weights summed over all micro-batches and
+        devices, on the stage that computes the loss.
     """
 
     config: StrategyConfig
@@ -230,6 +246,7 @@ class _PipelinedModel:
     rows: int
     inputs: StepInputs
     gathers_blocks: bool
+    sum_weights: Arrays | None = None
 
     @property
     def trained(self) -> list[int]:
@@ -257,7 +274,7 @@ class _PipelinedModel:
 
         def loss_total(outer, inexact_leaves):
             parts = self._loss(outer, m, replaced(x, inexact, inexact_leaves))
-            return parts.loss.total / self.config.num_pieces, parts
+            return objective(parts.loss, self.config.num_pieces, self.sum_weights), parts
 
         differentiate = jax.grad(loss_total, argnums=(0, 1), has_aux=True)
         (grads, dx), parts = differentiate(self._trained_outer, [x[i] for i in inexact])
@@ -327,12 +344,4 @@ class _PipelinedModel:
         returned = call(
             self.model.loss, self._key(m), LOSS, self._outer(outer), inputs, self._rows(m)
         )
-        parts = loss_parts(self.config.strategy, returned, self.rows)
-        if isinstance(parts.loss.total, tuple):
-            problem = (
-                "a loss of several terms needs the weights of all micro-batches before the first is"
-                " differentiated."
-            )
-            fix = "use one total and weight in a pipeline, or a mesh with pipeline=1."
-            raise ValueError(format_error(self.config.strategy, problem, fix=fix))
-        return parts
+        return loss_parts(self.config.strategy, returned, self.rows)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from support.paths import ROOT
 from support.scripts import imported
 
 pytestmark = pytest.mark.fast
@@ -37,3 +38,79 @@ def test_a_run_says_what_is_weak_about_its_seconds(script):
     assert script.mark(run | {"step_seconds": {"kind": "derived"}}) == "derived"
     disputed = {"step_seconds": {"kind": "derived upper bound"}, "conflicts": ["two lines differ"]}
     assert script.mark(disputed) == "derived upper bound, disputed"
+
+
+def row(half, measured, estimated, chip="v6e", **fields):
+    """A run whose estimate is `estimated` at a share of 0.5, and shorter at larger ones."""
+    seconds = {str(share): estimated * 0.5 / share for share in SHARES}
+    fixed = {"name": "a run", "chips": 8, "slices": 1, "mark": ""}
+    return (
+        fixed
+        | fields
+        | {
+            "chip": chip,
+            "half": half,
+            "measured_seconds": measured,
+            "estimated_seconds": seconds,
+        }
+    )
+
+
+SHARES = [round(0.3 + 0.01 * step, 2) for step in range(71)]
+
+
+def test_the_share_is_fitted_on_one_half_alone(script):
+    assert script.SHARES == SHARES
+    rows = {
+        "1": row("fit", 1.0, 1.0),
+        "2": row("fit", 1.0, 1.0),
+        "3": row("fit", 1.0, 9.0),  # a median does not follow one run
+        "4": row("test", 1.0, 2.0),
+        "5": {"chip": "v5p", "half": "fit"},
+        "6": row("test", 1.0, 1.0, chip="v5e"),
+    }
+    assert script.fitted_shares(rows) == {"v6e": 0.5}
+    assert script.relative_error(rows["4"], 0.5) == pytest.approx(1.0)
+
+
+def test_the_table_lists_every_run(script):
+    rows = {
+        "1": row("fit", 1.0, 1.1, compiled={"by": "MaxText's own words", "refused_flags": ["--a"]}),
+        "2": row("test", 1.0, 1.4, chip="v5p", compiled={"by": "MaxText's own words"}),
+        "3": row("test", 2.5, 1.0, mark="derived", compiled={"error": "too large"}),
+        "4": row("test", 2.5, 1.0),
+    }
+    del rows["3"]["estimated_seconds"], rows["4"]["estimated_seconds"]
+    lines = script.table({"shares": {"v6e": 0.5}, "runs": rows}).splitlines()[2:]
+    assert lines == [
+        "| 1 | a run | 8 x 1 | fit | 1 |  | 0.5 | 1.1 | +10.0% | MaxText's own words, without 1 flags |",
+        "| 2 | a run | 8 x 1 | test | 1 |  | 0.7 (assumed) | 1 | +0.0% | MaxText's own words |",
+        "| 3 | a run | 8 x 1 | test | 2.5 | derived |  |  |  | failed |",
+        "| 4 | a run | 8 x 1 | test | 2.5 |  |  |  |  | not compiled |",
+    ]
+
+
+def test_the_page_has_the_table_of_the_results(script):
+    results = json.loads(script.RESULTS.read_text())["results"]
+    page = (ROOT / "docs" / "notes" / "measured_runs.md").read_text()
+    assert script.table(results) in page
+
+
+def test_words_for_maxtext_are_those_of_the_run(script):
+    run = {
+        "model": "llama3.1-8b",
+        "chip": "v5p",
+        "chips": 128,
+        "slices": 2,
+        "per_device_batch": 3,
+        "seq_len": 8192,
+        "tuning_params": {"remat_policy": "custom", "dataset_path": "x", "profiler": "xplane"},
+    }
+    assert script.words_of(run) == [
+        "model_name=llama3.1-8b",
+        "per_device_batch_size=3",
+        "max_target_length=8192",
+        "remat_policy=custom",
+        "compile_topology=v5p-128",
+        "compile_topology_num_slices=2",
+    ]

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from support.reference import relative_difference, train
+from support.reference import relative_difference, train, trains_as_one_device
 from support.table import STRATEGIES
 from support.tiers import tiered
 
@@ -195,19 +195,32 @@ def test_several_terms_each_over_its_own_weight(strategy, sizes, options, mesh_o
     assert distance(STRATEGIES[strategy], mesh_of(**sizes), two_normalisers, **options) < 1e-10
 
 
-def test_several_terms_are_refused_where_weights_come_too_late(mesh_of):
-    blocks = so.BlockModel(
-        lambda outer, x: x[:, None],
-        lambda block_params, x: x * block_params[None],
-        lambda _, x, batch: so.losses.Weighted((x.sum(), x.sum()), (len(x), 2 * len(x))),
+def masked_mean_plus_count(outer, x, batch):
+    """Return a masked mean, plus a mean whose weight only the last block's output gives."""
+    mask = batch["weights"] > 0.3
+    above = x[:, 0] > 0
+    totals = (x.sum(1) ** 2 * mask).sum(), (above * (x @ outer["scale"])).sum()
+    return so.losses.Weighted(totals, (mask.sum(), above.sum()))
+
+
+def test_several_terms_in_a_pipeline(mesh_of, x64):
+    model = so.BlockModel(
+        lambda outer, batch: batch["x"],
+        lambda kernel, x: jnp.tanh(x @ kernel),
+        masked_mean_plus_count,
     )
-    opt = so.hybrid(optax.sgd(0.1), mesh_of(data=1, pipeline=2), blocks, micro_batches=2)
-    message = (
-        "hybrid: a loss of several terms needs the weights of all micro-batches before the first is"
-        " differentiated.\nFix: use one total and weight in a pipeline, or a mesh with pipeline=1."
-    )
-    with pytest.raises(ValueError, match=exactly(message)):
-        opt.step(opt.init({"blocks": np.ones((2, 1), np.float32)}), np.ones(4, np.float32))
+    draw = np.random.default_rng(0)
+    params = {"blocks": draw.normal(size=(2, 6, 6)), "scale": draw.normal(size=6)}
+    batches = setup()[1]
+    mesh = mesh_of(data=2, pipeline=2)
+    opt = so.hybrid(optax.adamw(1e-2), mesh, model, micro_batches=4)
+
+    def of_one_device(params, batch):
+        loss = model.loss_fn(params, batch)
+        return sum(total / weight for total, weight in zip(*loss, strict=True))
+
+    case = SimpleNamespace(reference=of_one_device, params=params, batches=batches)
+    trains_as_one_device(opt, case, optax.adamw(1e-2))
 
 
 def normalised_block(rows):
