@@ -6,13 +6,12 @@ Begin with `so.hlo.audit`.
 from shardopt.hlo._check_proved import check_proved
 from shardopt.hlo._collective import Collective
 from shardopt.hlo._program import Memory, audit, donated, inner_product_flops, memory
-from shardopt.hlo._report import Audit, Expected, Traffic
+from shardopt.hlo._report import Audit, Traffic
 from shardopt.hlo.proof import Proof, prove
 
 __all__ = [
     "Audit",
     "Collective",
-    "Expected",
     "Memory",
     "Proof",
     "Traffic",

@@ -83,8 +83,7 @@ def audit(
         tick.
 
     Returns:
-      An `Audit`: `.collectives`, `.of(...)`, `.by_axis()`, `.by_kind()`, `.check(expected)`;
-      `print` shows a table.
+      An `Audit`: `.collectives`, `.of(...)`, `.by_axis()`, `.by_kind()`; `print` shows a table.
 
     Raises:
       TypeError: if `program` has another type, or arguments are passed with a program that is

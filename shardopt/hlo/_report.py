@@ -1,12 +1,11 @@
-"""The collectives of a program as a table: filters, sums, and a comparison with expected traffic."""
+"""The collectives of a program as a table: filters and sums."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from jax.sharding import Sharding
 
-from shardopt.core import format_error, plural, quoted
+from shardopt.core import plural
 from shardopt.core._tables import aligned, name_end
 from shardopt.hlo._collective import Collective
 from shardopt.hlo.proof import Proof, prove
@@ -29,28 +28,6 @@ class Traffic(NamedTuple):
     calls: int | None
     bytes: int | None
     wire_bytes: int | None
-
-
-class Expected(NamedTuple):
-    """A row of expected traffic: all collectives of one kind over the same axes, in one execution.
-
-    Rows of the same kind, axes and `in_loop` add up. A row with `in_loop=None` counts the
-    collectives that no row with True or False counts.
-
-    Attributes:
-      kind: kind of collective, such as "all-reduce".
-      axes: one mesh axis, or several in any order.
-      bytes: whole buffers (see `Collective.bytes`) times calls, per device.
-      calls: calls, multiplied by the trip counts of loops; None for any number.
-      in_loop: True for collectives in a loop, False for collectives outside of loops, None for
-        both.
-    """
-
-    kind: str
-    axes: str | tuple[str, ...]
-    bytes: int
-    calls: int | None = None
-    in_loop: bool | None = None
 
 
 class Audit(NamedTuple):
@@ -151,52 +128,17 @@ class Audit(NamedTuple):
         """Return the traffic by kind of collective."""
         return _grouped(self.collectives, lambda collective: collective.kind)
 
-    def check(self, expected: Iterable[Expected], *, min_bytes: int = 0, rtol: float = 0.0) -> None:
-        """Raise an error if the program sends other traffic than expected.
-
-        The compiler may merge or split collectives, so sums are compared. All collectives of one
-        kind over the same axes count together, unless rows distinguish collectives in loops from
-        collectives outside.
-
-        Args:
-          expected: one row per kind and axes. Axes of size 1 are removed from rows, and rows
-            without axes are ignored.
-          min_bytes: collectives with smaller buffers are ignored.
-          rtol: allowed difference of bytes, relative to the expected bytes.
-
-        Raises:
-          AssertionError: if bytes or calls differ, a row matches no collective, or a collective
-            matches no row.
-          AssertionError: if the traffic of work on a SparseCore is unknown (`unread`).
-          ValueError: if a row names an axis that the mesh does not have.
-        """
-        compared = self.of(min_bytes=min_bytes)
-        differences = [
-            *_differences(compared.collectives, expected, self.mesh_shape, rtol),
-            *self._unread_lines(),
-        ]
-        if differences:
-            problem = (
-                "the compiled program does not send what it was meant to"
-                f" ({plural(len(differences), 'difference')})."
-            )
-            raise AssertionError(f"{format_error('audit', problem, differences)}\n{compared}")
-
     def __str__(self) -> str:
         """Return the table: one line per instruction, then the sums by axes, then the `unread`
         starts.
         """
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh_shape.items())
         title = f"{self.name}: {len(self.collectives)} collectives on {mesh or 'one device'}"
-        return "\n".join(
-            [title, *_lines(self.collectives), *_sums(self.by_axis()), *self._unread_lines()]
-        )
-
-    def _unread_lines(self) -> list[str]:
-        return [
+        unread = [
             f"{name}: starts work on the SparseCore in which no collective was found"
             for name in self.unread
         ]
+        return "\n".join([title, *_lines(self.collectives), *_sums(self.by_axis()), *unread])
 
 
 def _traffic(collectives: Iterable[Collective]) -> Traffic:
@@ -219,101 +161,6 @@ def _grouped(
     for collective in collectives:
         members.setdefault(key(collective), []).append(collective)
     return {name: _traffic(group) for name, group in members.items()}
-
-
-def _differences(
-    collectives: Iterable[Collective],
-    expected: Iterable[Expected],
-    mesh_shape: Mapping[str, int],
-    rtol: float,
-) -> list[str]:
-    """Return a line for every row that differs, and for every collective that no row expects."""
-    rows = _merged(
-        row for row in (_without_single_axes(row, mesh_shape) for row in expected) if row.axes
-    )
-    members: dict[Expected, list[Collective]] = {row: [] for row in rows}
-    unexpected = []
-    for collective in collectives:
-        matching = [row for row in rows if _matches(row, collective)]
-        # a row with in_loop is more specific than a row without
-        matching.sort(key=lambda row: row.in_loop is None)
-        (members[matching[0]] if matching else unexpected).append(collective)
-    differences = [
-        line for row, group in members.items() if (line := _difference(row, group, rtol))
-    ]
-    for collective in unexpected:
-        part = f" in steps of {collective.group_size}" if collective.part else ""
-        name = _name(collective.kind, collective.axes, collective.in_loop)
-        differences.append(f"{name}{part}: not expected, found {_traffic_text([collective])}")
-    return differences
-
-
-def _without_single_axes(row: Expected, mesh_shape: Mapping[str, int]) -> Expected:
-    axes = (row.axes,) if isinstance(row.axes, str) else tuple(row.axes)
-    unknown = [axis for axis in axes if axis not in mesh_shape]
-    if unknown:
-        problem = (
-            f"the expected {row.kind} is over {quoted(unknown)}, which the mesh does not have."
-        )
-        raise ValueError(
-            format_error("audit", problem, fix=f"name axes among {', '.join(mesh_shape)}.")
-        )
-    return row._replace(
-        axes=tuple(axis for axis in mesh_shape if axis in axes and mesh_shape[axis] > 1)
-    )
-
-
-def _merged(rows: Iterable[Expected]) -> list[Expected]:
-    """Add up the rows of the same kind, axes and `in_loop`."""
-    merged: dict[tuple[str, str | tuple[str, ...], bool | None], Expected] = {}
-    for row in rows:
-        key = (row.kind, row.axes, row.in_loop)
-        previous = merged.get(key)
-        if previous is not None:
-            calls = (
-                None if previous.calls is None or row.calls is None else previous.calls + row.calls
-            )
-            row = previous._replace(bytes=previous.bytes + row.bytes, calls=calls)
-        merged[key] = row
-    return list(merged.values())
-
-
-def _matches(row: Expected, collective: Collective) -> bool:
-    # a row names whole axes
-    same = (row.kind, row.axes) == (collective.kind, collective.axes) and not collective.part
-    return same and row.in_loop in (None, collective.in_loop)
-
-
-def _difference(row: Expected, collectives: list[Collective], rtol: float) -> str:
-    total = _traffic(collectives)
-    same_bytes = total.bytes is not None and math.isclose(
-        total.bytes, row.bytes, rel_tol=rtol, abs_tol=0.0
-    )
-    if same_bytes and row.calls in (None, total.calls):
-        return ""
-    wanted = f"{row.bytes:,} bytes" + (
-        "" if row.calls is None else f" in {plural(row.calls, 'call')}"
-    )
-    return (
-        f"{_name(row.kind, row.axes, row.in_loop)}: expected {wanted}, found"
-        f" {_traffic_text(collectives)}"
-    )
-
-
-def _traffic_text(collectives: list[Collective]) -> str:
-    total = _traffic(collectives)
-    if total.calls is None:
-        return f"{plural(len(collectives), 'instruction')} in a loop of unknown trip count"
-    return f"{total.bytes:,} bytes in {plural(total.calls, 'call')}" if collectives else "none"
-
-
-def _name(kind: str, axes: str | tuple[str, ...] | None, in_loop: bool | None) -> str:
-    over = (
-        "mixed groups" if axes is None else _axes_text((axes,) if isinstance(axes, str) else axes)
-    )
-    return (
-        f"{kind} over {over}" + {None: "", True: " in a loop", False: " outside of loops"}[in_loop]
-    )
 
 
 def _axes_text(axes: tuple[str, ...] | None) -> str:

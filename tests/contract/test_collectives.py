@@ -12,9 +12,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from support.table import STRATEGIES
 from support.tiers import tiered
+from support.traffic import Expected, check_traffic
 
 import shardopt as so
-from shardopt.hlo import Expected, audit
+from shardopt.hlo import audit
 from shardopt.models import gpt
 
 LAYERS = 4
@@ -138,7 +139,7 @@ def test_the_compiled_step_sends_what_the_table_says(strategy, sizes, micro_batc
                 2 * LAYERS * micro_batches,
             )
         )
-    report.check([row for row in table if row.bytes], min_bytes=SCALARS, rtol=0.01)
+    check_traffic(report, [row for row in table if row.bytes], min_bytes=SCALARS, rtol=0.01)
     if strategy in ("ddp", "zero1"):
         for axis in ("data", "replica"):
             assert not report.of(axis=axis, in_loop=True).collectives
@@ -225,7 +226,8 @@ def test_a_loss_without_blocks_gathers_and_scatters_every_split_leaf(strategy, m
     # in the backward pass again, but for the first layer's weight; XLA:CPU of jax 0.10 merges the
     # two gathers
     assert gathered in ([psi, 2 * psi - 4 * 16 * 64] if strategy == "fsdp" else [psi])
-    report.check(
+    check_traffic(
+        report,
         [
             Expected("reduce-scatter", "data", psi),
             Expected("all-gather", "data", gathered),

@@ -10,9 +10,10 @@ import pytest
 from support.pipelines import SCHEDULES, block_problem
 from support.reference import OPTIMIZERS, relative_difference, train
 from support.tiers import tiered
+from support.traffic import Expected, check_traffic
 
 import shardopt as so
-from shardopt.hlo import Expected, audit
+from shardopt.hlo import audit
 
 LAYERS = 8
 WIDTH = 64
@@ -89,7 +90,8 @@ def test_blocks_gathered_once_send_once_and_are_held(mesh_of):
     outer = 4 * WIDTH**2
     ticks = once.config.schedule.num_ticks
     activation = 4 * ROWS // SIZES["data"] // MICRO_BATCHES * WIDTH
-    report.check(
+    check_traffic(
+        report,
         [
             Expected(
                 "collective-permute", "pipeline", 2 * ticks * activation, 2 * ticks, in_loop=True

@@ -13,9 +13,10 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.tiers import tiered
+from support.traffic import Expected, check_traffic
 
 import shardopt as so
-from shardopt.hlo import Expected, audit
+from shardopt.hlo import audit
 
 pytestmark = pytest.mark.fast
 
@@ -161,7 +162,7 @@ def test_half_an_axis_is_a_part_of_it_and_no_axis(groups, axes):
         "mixed groups outside of loops" if axes is None else "data outside of loops in steps of 4"
     )
     with pytest.raises(AssertionError) as caught:  # as many bytes, but not over the axis
-        audit.check([Expected("all-reduce", "data", SIZE, calls=1)])
+        check_traffic(audit, [Expected("all-reduce", "data", SIZE, calls=1)])
     assert str(caught.value).startswith(
         "audit: the compiled program does not send what it was meant to (2 differences).\n"
         f"  all-reduce over data: expected {SIZE:,} bytes in 1 call, found none\n"
