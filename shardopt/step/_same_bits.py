@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.sharding import PartitionSpec
 
 from shardopt.config._axes import AxisTable
 from shardopt.config._config import StrategyConfig
@@ -40,8 +41,12 @@ from shardopt.losses._sums import cut, scale, sum_parts
 from shardopt.reducers._axis import all_gather_packed, all_to_all_packed
 from shardopt.reducers._mean import in_buckets
 from shardopt.step._gradients import ExactSum, MicroBatches, PerDeviceView
-from shardopt.trace._jaxprs import jaxpr_params
+from shardopt.trace._jaxprs import equations, jaxpr_params
 from shardopt.trace._parts import inlined
+from shardopt.trace._primitives import ELEMENTWISE
+
+_MOVES = frozenset(["broadcast_in_dim", "cond", "jit", "reshape", "squeeze", "transpose"])
+"""Primitives of elementwise updates that compute no number."""
 
 
 def same_bits(config: StrategyConfig, slots: StepSlots) -> StepSlots:
@@ -72,13 +77,11 @@ def _check(config: StrategyConfig) -> None:
         "the partitioner orders the sums of view='global'": config.loss.view == "global",
         "replicas that train apart have another sum on each mesh": config.per_replica,
         "a cross-check adds the bits of each device's own gradient": config.sums,
-        "optimizer state is sharded, and norms of shards have another order": (
-            config.placement.opt_state
-        ),
+        "gradients of sharded parameters are summed as they are gathered": config.placement.params,
     }
     problems = [problem for problem, holds in refused.items() if holds]
     if problems:
-        fix = "use ddp on a mesh with the axes data and replica; or leave tile_rows out."
+        fix = "use ddp or zero on a mesh with the axes data and replica; or leave tile_rows out."
         with calling(config.strategy):
             raise value_error(
                 "exact(tile_rows=...) cannot give the same bits on every mesh.", problems, fix
@@ -233,6 +236,10 @@ class TreeSum(ExactSum):
     An all-to-all and an all-gather send as many bytes as an all-reduce.
     """
 
+    def grad_specs(self, config: StrategyConfig, layout: Layout) -> list[PartitionSpec]:
+        """Return that each device has whole gradients, whose norm has one order."""
+        return [plan.data_spec(sharded=False) for plan in layout.trained]
+
     def __call__(
         self,
         config: StrategyConfig,
@@ -280,6 +287,16 @@ class FencedUpdate:
         def run(grads, opt_state, params):
             return self.update(config, layout, grads, opt_state, params, extra_args)
 
+        if config.placement.opt_state:
+            program = jax.make_jaxpr(run)(grads, opt_state, params)
+            primitives = {eqn.primitive.name for eqn in equations(program)}
+            if mixing := sorted(primitives - ELEMENTWISE - _MOVES):
+                problem = (
+                    "the update combines elements of a leaf, and optimizer state is sharded: its"
+                    " sums would have another order on each mesh."
+                )
+                with calling(config.strategy):
+                    raise value_error(problem, mixing, "use ddp, or leave tile_rows out.")
         return fenced(run, grads, opt_state, params)
 
     def describe(self, config: StrategyConfig, layout: Layout) -> None:
@@ -294,7 +311,7 @@ def fenced(f: Callable[..., PyTree], *args: PyTree) -> PyTree:
     """
     leaves = jax.tree.leaves(args)
     numbers = [x for x in leaves if not is_key(x) and x.size]
-    number = jnp.real(numbers[0].reshape(-1)[0])
+    number = jnp.real(min(numbers, key=jnp.size).reshape(-1)[0])
     always = (number < 0) | (number >= 0) | (number != number)
     program, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
     run = jaxpr_as_fun(_merged(program))

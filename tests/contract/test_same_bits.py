@@ -1,5 +1,6 @@
 """`so.reducers.exact(tile_rows=...)`: state, metrics and evaluation have the same bits on every mesh."""
 
+import functools
 import hashlib
 
 import jax
@@ -22,6 +23,7 @@ PARAMS = {
 }
 OPTIMIZERS = {
     "adamw": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.01)),
+    "unclipped": optax.adamw(0.01),
     "sgd": optax.sgd(0.1, momentum=0.9),
     "lamb": optax.lamb(0.01),
     "muon": optax.contrib.muon(0.01),
@@ -40,7 +42,8 @@ def batch_of(rows, seed):
 
 
 def logits_of(params, x):
-    hidden = jax.nn.gelu(x @ params["in"]) * params["scale"][None]
+    hidden = jax.nn.gelu(x @ params["in"])
+    hidden *= jnp.broadcast_to(params["scale"], hidden.shape)
     return jnp.tanh(hidden @ params["hidden"]), params["out"]
 
 
@@ -82,9 +85,9 @@ def digest(tree):
     return digests.hexdigest()
 
 
-def make(sizes, mesh_of, optimizer="adamw", loss="weighted", **options):
+def make(sizes, mesh_of, optimizer="adamw", loss="weighted", strategy=so.ddp, **options):
     options = {"reducer": TILES, **options}
-    return so.ddp(OPTIMIZERS[optimizer], mesh_of(**sizes), LOSSES[loss], **options)
+    return strategy(OPTIMIZERS[optimizer], mesh_of(**sizes), LOSSES[loss], **options)
 
 
 def history(opt, steps=4):
@@ -107,6 +110,21 @@ ROWS += [("adamw", loss) for loss in LOSSES if loss != "weighted"]
 def test_every_mesh_has_the_same_bits(optimizer, loss, mesh_of):
     digests = {str(sizes): history(make(sizes, mesh_of, optimizer, loss))[0] for sizes in MESHES}
     assert len(set(digests.values())) == 1, digests
+
+
+@pytest.mark.parametrize(
+    ("stage", "optimizer"),
+    tiered(
+        [(2, "unclipped"), (1, "unclipped"), (2, "sgd"), (1, "multi_steps")],
+        lambda row: row == (2, "unclipped"),
+        ids=str,
+    ),
+)
+def test_sharded_optimizer_state_has_the_same_bits(stage, optimizer, mesh_of):
+    zero = functools.partial(so.zero, stage=stage, min_shard_elements=1)
+    sharded = make({"replica": 2, "data": 4}, mesh_of, optimizer, strategy=zero)
+    replicated = make({"data": 1}, mesh_of, optimizer)
+    assert history(sharded)[0] == history(replicated)[0]
 
 
 @pytest.mark.slow
@@ -152,7 +170,7 @@ def test_a_run_that_changes_its_mesh_has_the_same_bits(mesh_of, tmp_path):
 
 @pytest.mark.slow
 def test_the_step_is_the_step_of_one_device(mesh_of):
-    opt = make({"data": 4}, mesh_of)
+    opt = make({"data": 4}, mesh_of, loss="two_terms")
     so.check(opt, opt.init(PARAMS), batch_of(16, 0)).raise_if_different()
 
 
@@ -185,10 +203,16 @@ def test_what_cannot_have_the_same_bits_is_refused(case, mesh_of):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("strategy", [so.zero, so.fsdp])
-def test_sharded_state_is_refused(strategy, mesh_of):
-    with pytest.raises(ValueError, match="norms of shards have another order"):
-        strategy(optax.sgd(0.1), mesh_of(data=2), weighted, reducer=TILES)
+def test_sharded_parameters_are_refused(mesh_of):
+    with pytest.raises(ValueError, match="gradients of sharded parameters are summed"):
+        make({"data": 2}, mesh_of, strategy=so.fsdp)
+
+
+def test_norms_of_sharded_state_are_refused(mesh_of):
+    opt = make({"data": 2}, mesh_of, strategy=so.zero)
+    with pytest.raises(ValueError, match="the update combines elements of a leaf") as refusal:
+        opt.step(opt.init(PARAMS), batch_of(16, 0))
+    assert "reduce_sum" in str(refusal.value)
 
 
 def test_an_optimizer_that_differentiates_the_loss_is_refused(mesh_of):
