@@ -28,6 +28,8 @@ class Case(NamedTuple):
       rules: rules that freeze the leaves that are not trained.
       mixing: whether rows mix, so that only the global view can have it.
       constrained: whether it says itself how rows are split, which only the global view lets it.
+      waits: whether a loop runs until its last row is done. No rule says that the turns after a
+        row's last one change nothing, so only the global view has it.
     """
 
     params: Any
@@ -36,13 +38,13 @@ class Case(NamedTuple):
     rules: tuple[tuple[str, str], ...] = ()
     mixing: bool = False
     constrained: bool = False
+    waits: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
         """Return the options that a strategy takes for it."""
-        return {"rules": self.rules} | (
-            {"view": "global"} if self.mixing or self.constrained else {}
-        )
+        needs_all_rows = self.mixing or self.constrained or self.waits
+        return {"rules": self.rules} | ({"view": "global"} if needs_all_rows else {})
 
     def batches(self, steps: int) -> list[Any]:
         """Return as many batches, floats as float32."""
@@ -424,7 +426,7 @@ def diffrax_ode():
     def make(draw):
         return {"x": draw.normal(size=(ROWS, 2)), "y": draw.normal(size=(ROWS, 2))}
 
-    return Case(params, loss_fn, make)
+    return Case(params, loss_fn, make, waits=True)
 
 
 def ppo():
