@@ -110,19 +110,12 @@ _NO_STEP = re.compile(
 
 
 def compile_run(run: dict[str, Any], python: str, folder: Path) -> dict[str, Any]:
-    """Compile a run by MaxText, and keep its text; leave out one flag after the other that libtpu
-    refuses.
-    """
-    flags = list(run["flags"])
-    refused: list[str] = []
-    while True:
-        facts, text = compile_words([*words_of(run), *_flag_word(flags)], python)
-        name = re.search(r"(?:option|flag)[^\w]+(?:\w+ )*'?(xla_\w+)", facts.get("error", ""))
-        bad = [flag for flag in flags if name and name[1] in flag]
-        if text or not bad:
-            break
-        refused += bad
-        flags = [flag for flag in flags if flag not in bad]
+    """Compile a run by MaxText without the flags that libtpu refuses, and keep its text."""
+    flags = {flag.partition("=")[0]: flag for flag in run["flags"]}  # the last of a name counts
+    refused = refused_flags(list(flags.values()), run["chip"], python)
+    taken = [flag for flag in flags.values() if flag not in refused]
+    flag_words = [f"compile_xla_flags={' '.join(taken)}"] if taken else []
+    facts, text = compile_words([*words_of(run), *flag_words], python)
     facts |= {"by": "MaxText's own words", "refused_flags": refused}
     stem = folder / str(run["id"])
     stem.with_suffix(".json").write_text(json.dumps(facts))
@@ -131,8 +124,44 @@ def compile_run(run: dict[str, Any], python: str, folder: Path) -> dict[str, Any
     return facts
 
 
-def _flag_word(flags: list[str]) -> list[str]:
-    return [f"compile_xla_flags={' '.join(flags)}"] if flags else []
+_TRY_FLAGS = """
+import sys
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+devices = topologies.get_topology_desc(topology_name=sys.argv[1], platform="tpu").devices
+mesh = Mesh(devices, "x")
+split = NamedSharding(mesh, PartitionSpec("x"))
+everywhere = NamedSharding(mesh, PartitionSpec())
+x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=split)
+lowered = jax.jit(lambda x: jnp.sin(x @ x), out_shardings=everywhere).lower(x)
+taken = {}
+for flag in sys.argv[2:]:
+    name, _, value = flag.lstrip("-").partition("=")
+    try:
+        lowered.compile(compiler_options=taken | {name: value})
+        taken[name] = value
+    except Exception:
+        print("REFUSED", flag)
+"""
+"""Compile a small program with one flag more at a time, and print those that libtpu refuses."""
+
+
+def refused_flags(flags: list[str], chip: str, python: str) -> list[str]:
+    """Return the flags that libtpu refuses for a chip."""
+    topology = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}.get(chip, f"{chip}:2x2x1")
+    told = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "JAX_PLATFORMS": "cpu",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_ACCELERATOR_TYPE": "v5p-128",
+    }
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | told
+    command = [python, "-c", _TRY_FLAGS, topology, *flags]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    return [line.split(" ", 1)[1] for line in done.stdout.splitlines() if line[:7] == "REFUSED"]
 
 
 def compile_words(words: list[str], python: str) -> tuple[dict[str, Any], str]:
