@@ -118,13 +118,18 @@ def report_progress(step: int, phase: str = "step") -> None:
     mark(phase, step)
 
 
-def mark(phase: str, step: int | None = None, *, lane: str = MAIN) -> None:
-    """Record that a lane begins a phase; by default the step is the lane's current step."""
+def mark(
+    phase: str, step: int | None = None, *, lane: str = MAIN, interrupts: bool = False
+) -> None:
+    """Record that a lane begins a phase; by default the step is the lane's current step.
+
+    A phase that is interrupted has not ended. If it was the first one, it may still compile.
+    """
     now = time.monotonic()
     previous = _lanes.get(lane)
     step = (previous.step if previous else 0) if step is None else step
     is_new_step = previous is None or step != previous.step
-    if previous is not None:
+    if previous is not None and not interrupts:
         _note_duration(lane, previous.phase, now - previous.began)
     expected_seconds = -1.0 if phase == START else _durations.get((lane, phase), (0, -1.0))[1]
     number = 0 if is_new_step or previous is None else previous.number + 1
@@ -158,7 +163,7 @@ def waiting(phase: str) -> Iterator[None]:
         yield
         return
     phase_before = _lanes[lane].phase
-    mark(phase, lane=lane)
+    mark(phase, lane=lane, interrupts=True)
     try:
         yield
     finally:

@@ -1,5 +1,7 @@
 """`shardopt launch --hosts`: the same command on each host makes one job, closed to other networks."""
 
+import time
+
 import pytest
 
 from shardopt.cli._commands import run
@@ -8,17 +10,23 @@ from shardopt.runtime._hosts import Hosts, read_hosts
 from .conftest import launch, listening, said, wait_for
 
 
-def test_the_same_command_on_each_host_makes_one_job_that_listens_in_their_network_only(
+def test_the_same_command_on_each_host_makes_one_job_that_outlasts_a_cut_of_its_link(
     pair, tmp_path
 ):
-    met = [tmp_path / f"met-{rank}" for rank in range(2)]
     worker = ["worker_that_meets.py", tmp_path]
     jobs = [launch(host, tmp_path, worker, "--processes", "1") for host in pair]
-    wait_for(lambda: all(path.exists() for path in met), jobs)
+    first = [tmp_path / f"first-{rank}" for rank in range(2)]
+    wait_for(lambda: all(path.exists() for path in first), jobs)
+    # no port is open to other networks
     assert [listening(host) for host in pair] == [{"10.77.0.1"}, {"10.77.0.2"}]
-    (tmp_path / "end").touch()
+    pair[1].cut()
+    (tmp_path / "again").touch()
+    time.sleep(0.5)
+    second = [tmp_path / f"second-{rank}" for rank in range(2)]
+    assert not any(path.exists() for path in second)
+    pair[1].heal()
     assert [job.wait() for job in jobs] == [0, 0], said(tmp_path, pair[0])
-    assert {path.read_text() for path in met} == {"[0, 1] place 0"}
+    assert {path.read_text() for path in (*first, *second)} == {"[0, 1] place 0"}
     logs = {path.name for path in (tmp_path / "logs").iterdir()}
     assert logs == {".launch.lock", ".launch1.lock", "process-0.log", "process-1.log"}
 

@@ -1,7 +1,7 @@
 """One process of a job on several hosts: `python worker_that_meets.py FOLDER`.
 
-It adds the numbers of all processes over the network. Then it waits, until the folder has a file
-`end`.
+It adds the numbers of all processes over the network, and does so again when the folder has a file
+`again`. It writes what it got to `first-RANK` and `second-RANK`.
 """
 
 import os
@@ -19,8 +19,15 @@ folder = Path(sys.argv[1])
 place = os.environ["SHARDOPT_PLACE"]
 jax.config.update("jax_num_cpu_devices", 1)
 so.initialize()
-numbers = multihost_utils.process_allgather(np.asarray([jax.process_index()]))
-text = f"{numbers.ravel().tolist()} place {place}"
-(folder / f"met-{jax.process_index()}").write_text(text)
-while not (folder / "end").exists():
+rank = jax.process_index()
+
+
+def meet(name):
+    numbers = multihost_utils.process_allgather(np.asarray([rank]))
+    (folder / f"{name}-{rank}").write_text(f"{numbers.ravel().tolist()} place {place}")
+
+
+meet("first")
+while not (folder / "again").exists():
     time.sleep(0.05)
+meet("second")

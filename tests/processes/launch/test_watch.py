@@ -127,6 +127,20 @@ def test_a_hang_is_described_with_its_process_and_stack():
 
 
 @pytest.mark.fast
+def test_a_first_step_that_waits_for_the_others_in_between_may_still_compile(monkeypatch):
+    monkeypatch.setattr(progress, "_lanes", {})
+    monkeypatch.setattr(progress, "_durations", {})
+    progress.mark("step", 0)
+    with progress.waiting("agree"):
+        assert progress._lanes[MAIN].phase == "agree"
+    resumed = progress._lanes[MAIN]
+    assert resumed.phase == "step"
+    assert resumed.expected_seconds < 0  # ten times the timeout
+    progress.mark("data", 1)
+    assert progress._durations[MAIN, "step"][0] == 1  # the second one shows how long a step takes
+
+
+@pytest.mark.fast
 def test_who_does_not_know_the_token_is_not_heard():
     watch = Watch(2, 60, say=print)
     try:
