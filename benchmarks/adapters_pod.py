@@ -38,11 +38,11 @@ def compiled(model_name, topology, length, rows, base):
     import jax
     import jax.numpy as jnp
     import optax
+    import transformer
     from step_times import of_report
 
     import shardopt as so
     from shardopt.adapters import lora
-    from shardopt.models import _transformer as transformer
     from shardopt.optimizers import Matrix
     from shardopt.planning._models import find_model
 

@@ -274,8 +274,8 @@ def model_of(row: Row, choice: Choice) -> tuple[Any, Any]:
 
     import jax
     import jax.numpy as jnp
+    import transformer
 
-    from shardopt.models import _transformer as transformer
     from shardopt.models import decoder
     from shardopt.models.decoder import BlockKind, Rope
     from shardopt.planning._models import find_model

@@ -36,9 +36,9 @@ def compiled(topology: str, length: int, context: int, rows: int) -> dict:
     import jax.numpy as jnp
     import optax
     from step_times import of_report
+    from transformer import abstract_batch, model
 
     import shardopt as so
-    from shardopt.models._transformer import abstract_batch, model
     from shardopt.planning._models import find_model
 
     shape = dataclasses.replace(find_model("llama3-8b"), length=length)

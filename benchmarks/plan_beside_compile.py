@@ -74,10 +74,10 @@ def shape():
 def compiled(layout, topology):
     """Return what the compiler says of a layout."""
     import optax
+    import transformer
     from step_times import of_report
 
     import shardopt as so
-    from shardopt.models import _transformer as transformer
     from shardopt.planning._models import RULES
 
     report = so.planning.aot(

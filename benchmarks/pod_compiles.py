@@ -6,10 +6,10 @@ import time
 
 import jax.numpy as jnp
 import optax
+import transformer
 from step_times import step_flops
 
 import shardopt as so
-from shardopt.models import _transformer as transformer
 from shardopt.planning import ParallelLayout, predict
 from shardopt.planning._layout import stored_bytes
 from shardopt.planning._models import RULES, find_model

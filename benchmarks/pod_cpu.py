@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import transformer
 from common import spearman
 from step_times import step_flops
 
 import shardopt as so
 from shardopt.hlo import inner_product_flops, memory
-from shardopt.models import _transformer as transformer
 from shardopt.planning import Hardware, ParallelLayout, Transformer, predict, trace
 from shardopt.planning._models import RULES
 

@@ -56,9 +56,9 @@ def builders():
 def compiled(make, blocks=2):
     """Compile the step with a schedule, of so many blocks a chunk."""
     import optax
+    import transformer
 
     import shardopt as so
-    from shardopt.models import _transformer as transformer
     from shardopt.planning._models import find_model
 
     found = find_model("llama3-8b")

@@ -1,9 +1,10 @@
 """The commands that need no device: `shardopt plan` and `shardopt audit`."""
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from jax.sharding import Mesh
@@ -16,7 +17,7 @@ from shardopt.core import calling, value_error
 from shardopt.pipeline._kinds import KINDS
 from shardopt.planning._aot import AotReport
 from shardopt.planning._layout import ParallelLayout
-from shardopt.planning._models import find_model
+from shardopt.planning._models import Transformer, find_model
 from shardopt.planning._search import Plans
 from shardopt.planning._topologies import parse_topology
 
@@ -190,37 +191,60 @@ def compile_model(options: AuditOptions) -> AotReport:
     """Compile the model for the topology: each block is rematerialised, and weights are gathered in
     bfloat16.
     """
+    import jax
     import jax.numpy as jnp
     import optax
 
-    from shardopt.models._transformer import abstract_batch, model
-    from shardopt.planning._models import RULES
+    from shardopt.models import decoder
 
     assert options.topology is not None
     check_numbers(options)
     shape = dataclasses.replace(find_model(options.model), length=options.length)
+    config = decoder.DecoderConfig(**_decoder_fields(shape))
     sizes = {"tensor": 1, "replica": 1} | mesh_sizes(options.mesh)
     _, dims = parse_topology(options.topology)
     chips = math.prod(dims) * options.slices
 
     def make(mesh: Mesh) -> so.ShardedOptimizer:
-        block_model = model(shape, remat="full")
-        tx = optax.adamw(1e-3)
-        rules = RULES if mesh.shape["tensor"] > 1 else ()
+        rules = decoder.rules(config) if mesh.shape["tensor"] > 1 else ()
         arguments = {"rules": rules, "gather_dtype": jnp.bfloat16}
-        return named_strategy(options.strategy, tx, mesh, block_model, arguments)
+        model = decoder.model(config, remat="full")
+        return named_strategy(options.strategy, optax.adamw(1e-3), mesh, model, arguments)
 
     context = sizes.get("context", 1)
     rows = options.rows * chips // (sizes["tensor"] * context)
-    batch = abstract_batch(shape, rows, form="targets" if context > 1 else "tokens")
+    if context > 1:
+        tokens = jax.ShapeDtypeStruct((rows, shape.length), jnp.int32)
+        batch = {"tokens": tokens, "targets": tokens}
+    else:
+        batch = {"tokens": jax.ShapeDtypeStruct((rows, shape.length + 1), jnp.int32)}
+    params = jax.eval_shape(functools.partial(decoder.init, config), jax.random.key(0))
     return so.planning.aot(
-        make,
-        shape.abstract_params(),
-        batch,
-        topology=options.topology,
-        num_slices=options.slices,
-        **sizes,
+        make, params, batch, topology=options.topology, num_slices=options.slices, **sizes
     )
+
+
+def _decoder_fields(shape: Transformer) -> dict[str, Any]:
+    """Return the fields of the decoder with the sizes of a published model."""
+    from shardopt.models.decoder import BlockKind, Rope
+
+    return {
+        "vocab_size": shape.vocab_size,
+        "dim": shape.dim,
+        "num_layers": shape.num_layers,
+        "num_heads": shape.num_heads,
+        "num_kv_heads": shape.kv_heads,
+        "head_dim": shape.width,
+        "hidden": shape.hidden,
+        "kinds": (BlockKind(rope=None if shape.positions else Rope(base=500_000.0)),),
+        "positions": shape.positions,
+        "activation": "silu" if shape.gated else "gelu_tanh",
+        "gated": shape.gated,
+        "tied": shape.tied,
+        "fused": "kv",
+        "param_dtype": shape.param_dtype,
+        "dtype": shape.dtype,
+    }
 
 
 def mesh_sizes(text: str | None) -> dict[str, int]:

@@ -32,7 +32,6 @@ LONG = [
     "shardopt.models._export",
     "shardopt.models._pretrained",
     "shardopt.models._sampling",
-    "shardopt.models._transformer",
     "shardopt.models.decoder",
     "shardopt.models.gpt",
     "shardopt.models.moe",

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 
 import shardopt as so
+from benchmarks import transformer
 from shardopt.hlo import inner_product_flops, memory
-from shardopt.models import _transformer as transformer
 from shardopt.planning import ParallelLayout, Transformer, trace
 from shardopt.planning._costs import by_axis, footprint, traffic
 from shardopt.planning._layout import abstract_opt_state, place

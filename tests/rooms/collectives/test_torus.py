@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import shardopt as so
+from benchmarks import transformer
 from shardopt.collectives._tiles import in_gathered_layout
-from shardopt.models import _transformer as transformer
 from shardopt.planning import Transformer
 
 pytestmark = pytest.mark.fast

@@ -16,10 +16,10 @@ from support.reference import relative_difference, train
 from support.rounded import rounded_weight
 
 import shardopt as so
+from benchmarks import transformer
 from shardopt.core._rounding import Rounding
 from shardopt.low_precision._numbers import check_precision
 from shardopt.low_precision._weight import RoundedForm
-from shardopt.models import _transformer as transformer
 from shardopt.models import gpt
 from shardopt.planning import Transformer
 from shardopt.planning._models import RULES

@@ -18,8 +18,8 @@ from support.reference import relative_difference
 from support.tiers import tiered
 
 import shardopt as so
+from benchmarks import transformer
 from shardopt import data
-from shardopt.models import _transformer as transformer
 from shardopt.models import gpt
 from shardopt.planning import Transformer
 from shardopt.trace._jaxprs import equations

@@ -13,9 +13,9 @@ from support.layouts import SHAPE
 from support.reference import relative_difference, train
 
 import shardopt as so
+from benchmarks import transformer
 from shardopt.data import next_token
 from shardopt.hlo import audit, inner_product_flops
-from shardopt.models import _transformer as transformer
 from shardopt.models import decoder
 from shardopt.models._decoder_config import BlockKind, DecoderConfig
 from shardopt.nn import _mlp, _projections, _sequence_parallel

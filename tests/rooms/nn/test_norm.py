@@ -12,9 +12,9 @@ from support.host import host_params
 from support.reference import relative_difference, train
 
 import shardopt as so
+from benchmarks import transformer
 from shardopt.kernels import _norm as kernels
 from shardopt.mesh import under_mesh
-from shardopt.models import _transformer as transformer
 from shardopt.models import moe
 from shardopt.nn import _norm
 from shardopt.planning import Transformer

@@ -16,10 +16,10 @@ import pytest
 from support.scripts import imported
 
 import shardopt as so
+from benchmarks import transformer
 from shardopt.core import calling
 from shardopt.core._extras import is_installed
 from shardopt.hlo import Audit, Memory
-from shardopt.models import _transformer as transformer
 from shardopt.planning import HARDWARE, ParallelLayout, Transformer, predict, topology_devices
 from shardopt.planning._aot import AotReport, _compile
 from shardopt.planning._layout import stored_bytes

@@ -15,7 +15,7 @@ from support.layouts import SHAPE
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.models import _transformer as transformer
+from benchmarks import transformer
 from shardopt.planning import HARDWARE, Hardware, ParallelLayout, predict
 from shardopt.planning._costs import StepTransfer, seconds, torus_axes, traffic
 from shardopt.planning._hardware import find_hardware

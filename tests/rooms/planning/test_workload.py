@@ -12,7 +12,7 @@ from support.scripts import imported
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.models import _transformer as transformer
+from benchmarks import transformer
 from shardopt.models import gpt
 from shardopt.planning import MODELS, ParallelLayout, Transformer, trace
 from shardopt.planning._models import RULES, find_model

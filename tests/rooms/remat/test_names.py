@@ -15,8 +15,8 @@ from support.reference import relative_difference, train
 from support.tiers import tiered
 
 import shardopt as so
+from benchmarks import transformer
 from shardopt.core._block_remat import checkpointed
-from shardopt.models import _transformer as transformer
 from shardopt.models import gpt
 from shardopt.planning import Transformer
 from shardopt.planning._models import RULES
