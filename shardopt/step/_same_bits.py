@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from shardopt.config._axes import AxisTable
 from shardopt.config._config import StrategyConfig
-from shardopt.config._layout import Layout
+from shardopt.config._layout import Layout, shardings
 from shardopt.config._slots import OptimizerUpdate, StepInputs, StepSlots
 from shardopt.config._transformation import ExtraArgs
 from shardopt.core import (
@@ -41,12 +41,12 @@ from shardopt.losses._sums import cut, scale, sum_parts
 from shardopt.reducers._axis import all_gather_packed, all_to_all_packed
 from shardopt.reducers._mean import in_buckets
 from shardopt.step._gradients import ExactSum, MicroBatches, PerDeviceView
-from shardopt.trace._jaxprs import equations, jaxpr_params
-from shardopt.trace._parts import inlined
+from shardopt.trace._jaxprs import jaxpr_params, nested_equations
+from shardopt.trace._parts import inlined, part_of, slice_of, trace_of
 from shardopt.trace._primitives import ELEMENTWISE
 
 _MOVES = frozenset(["broadcast_in_dim", "cond", "jit", "reshape", "squeeze", "transpose"])
-"""Primitives of elementwise updates that compute no number."""
+"""Primitives that compute no number."""
 
 
 def same_bits(config: StrategyConfig, slots: StepSlots) -> StepSlots:
@@ -269,7 +269,11 @@ class TreeSum(ExactSum):
 
 @dataclasses.dataclass(frozen=True)
 class FencedUpdate:
-    """An update as a program of its own, which fuses with no sum: it fills the slot `update`."""
+    """An update as two programs of their own, which fuse with no sum: it fills the slot `update`.
+
+    The first computes the values that combine elements, such as norms, from whole arrays. The second
+    computes each element by itself, so devices may hold shards of it.
+    """
 
     update: OptimizerUpdate
 
@@ -287,20 +291,37 @@ class FencedUpdate:
         def run(grads, opt_state, params):
             return self.update(config, layout, grads, opt_state, params, extra_args)
 
+        arguments = grads, opt_state, params
+        program, shapes = jax.make_jaxpr(run, return_shape=True)(*arguments)
+        trace = trace_of(_merged(program))
+        inputs = trace.jaxpr.invars
+        results = trace.jaxpr.outvars
+        combined = {var for eqn in trace.jaxpr.eqns if _combines(eqn) for var in eqn.outvars}
+        by_element, read = slice_of(trace, results, stop={*inputs, *combined})
+        norms = [var for var in read if var in combined]
+        of_norms, sources = slice_of(trace, norms, stop=set(inputs))
+        values = dict(zip(inputs, jax.tree.leaves(arguments), strict=True))
+        whole = [values[var] for var in sources]
         if config.placement.opt_state:
-            program = jax.make_jaxpr(run)(grads, opt_state, params)
-            primitives = {eqn.primitive.name for eqn in equations(program)}
-            if mixing := sorted(primitives - ELEMENTWISE - _MOVES):
-                problem = (
-                    "the update combines elements of a leaf, and optimizer state is sharded: its"
-                    " sums would have another order on each mesh."
-                )
+            if not set(sources) <= set(inputs[: len(layout.trained)]):
+                problem = "the update combines elements of optimizer state or parameters."
                 with calling(config.strategy):
-                    raise value_error(problem, mixing, "use ddp, or leave tile_rows out.")
-        return fenced(run, grads, opt_state, params)
+                    raise value_error(problem, fix="use ddp, or leave tile_rows out.")
+            replicated = shardings(config.mesh, PartitionSpec())
+            whole = [jax.lax.with_sharding_constraint(x, replicated) for x in whole]
+        if norms:
+            numbers = fenced(part_of(trace, of_norms, sources, norms), *whole)
+            values |= dict(zip(norms, numbers, strict=True))
+        shards = [values[var] for var in read]
+        return with_leaves(shapes, fenced(part_of(trace, by_element, read, results), *shards))
 
     def describe(self, config: StrategyConfig, layout: Layout) -> None:
         """Return None: nothing is divided between owners."""
+
+
+def _combines(eqn: JaxprEqn) -> bool:
+    """Return whether a result of an equation depends on several elements of an operand."""
+    return not {inner.primitive.name for inner in nested_equations(eqn)} <= ELEMENTWISE | _MOVES
 
 
 def fenced(f: Callable[..., PyTree], *args: PyTree) -> PyTree:

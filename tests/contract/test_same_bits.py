@@ -23,7 +23,6 @@ PARAMS = {
 }
 OPTIMIZERS = {
     "adamw": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.01)),
-    "unclipped": optax.adamw(0.01),
     "sgd": optax.sgd(0.1, momentum=0.9),
     "lamb": optax.lamb(0.01),
     "muon": optax.contrib.muon(0.01),
@@ -115,8 +114,8 @@ def test_every_mesh_has_the_same_bits(optimizer, loss, mesh_of):
 @pytest.mark.parametrize(
     ("stage", "optimizer"),
     tiered(
-        [(2, "unclipped"), (1, "unclipped"), (2, "sgd"), (1, "multi_steps")],
-        lambda row: row == (2, "unclipped"),
+        [(2, "adamw"), (1, "adamw"), (2, "sgd"), (1, "multi_steps")],
+        lambda row: row == (2, "adamw"),
         ids=str,
     ),
 )
@@ -209,10 +208,9 @@ def test_sharded_parameters_are_refused(mesh_of):
 
 
 def test_norms_of_sharded_state_are_refused(mesh_of):
-    opt = make({"data": 2}, mesh_of, strategy=so.zero)
-    with pytest.raises(ValueError, match="the update combines elements of a leaf") as refusal:
+    opt = make({"data": 2}, mesh_of, "lamb", strategy=so.zero)
+    with pytest.raises(ValueError, match="the update combines elements of optimizer state"):
         opt.step(opt.init(PARAMS), batch_of(16, 0))
-    assert "reduce_sum" in str(refusal.value)
 
 
 def test_an_optimizer_that_differentiates_the_loss_is_refused(mesh_of):
