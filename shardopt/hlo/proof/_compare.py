@@ -37,7 +37,7 @@ SMALLEST = 1e-3
 """A result whose numbers are smaller than this may be zero up to rounding, and is compared with
 this.
 """
-MAX_NUMBERS = 1 << 28
+MAX_NUMBERS = 1 << 29
 """A program is interpreted if it computes at most so many numbers, on all devices together and in
 all turns of loops.
 """
