@@ -246,6 +246,7 @@ def test_the_note_on_low_precision_has_its_times_of_products():
         for precision in ("bfloat16", "int8")
     )
     assert f"| together | {plain:.2f} | {rounded:.2f} |" in text
+    assert f"int8 takes {rounded / plain:.2f} times as long" in text
 
 
 def test_work_of_pipelines():
