@@ -52,14 +52,12 @@ class Record(NamedTuple):
       moments: for each field with a leaf for each parameter, the paths by parameter.
       numbers: the paths of other leaves, by field.
       containers: the fields with states of other transformations.
-      kind: the name of its type, or "" if it is unknown.
     """
 
     node: LeafPath
     moments: dict[str, dict[LeafPath, LeafPath]]
     numbers: dict[str, LeafPath]
     containers: set[str]
-    kind: str
 
     @property
     def fields(self) -> set[str]:
@@ -79,7 +77,6 @@ def match_leaves(
     stored: Iterable[LeafPath],
     wanted: Iterable[LeafPath],
     fits: _Fits,
-    kinds: tuple[Mapping[LeafPath, str], Mapping[LeafPath, str]],
     new_chain: NewChain,
     replaced: Collection[LeafPath] = (),
 ) -> Match:
@@ -89,7 +86,6 @@ def match_leaves(
       stored: the paths of the stored train state.
       wanted: the paths of the new train state.
       fits: returns whether a wanted leaf has the shape and dtype of a stored leaf.
-      kinds: the names of types in the stored and in the new optimizer state, by path.
       new_chain: where states of the new chain lie in the stored one; or True.
       replaced: the stored parameters that fill nothing, and neither do their moments.
 
@@ -107,7 +103,7 @@ def match_leaves(
         _without_moments_of(sources, usable, roots[0], params),
         [path for path in wanted if path not in named],
     )
-    filled, equal = _filled_records(free, roots, params, kinds, fits)
+    filled, equal = _filled_records(free, roots, params, fits)
     sources |= filled | _other_sources(*free, *roots, params, fits)
     used = {*sources.values(), *(path for paths in equal.values() for path in paths)}
     return Match(
@@ -143,23 +139,20 @@ def _filled_records(
     free: tuple[list[LeafPath], list[LeafPath]],
     roots: tuple[LeafPath, LeafPath],
     params: set[LeafPath],
-    kinds: tuple[Mapping[LeafPath, str], Mapping[LeafPath, str]],
     fits: _Fits,
 ) -> tuple[dict[LeafPath, LeafPath], dict[LeafPath, list[LeafPath]]]:
     """Return the sources of leaves in the chain, and further leaves that must be equal to them.
 
     A record is filled by a record with the same fields, else by one with more fields. Else it is
-    filled by one without its running maxima, else by one whose type or fields were renamed.
+    filled by one without its running maxima.
     """
     old_records, new_records = (
-        _records(paths, root, params, kind)
-        for paths, root, kind in zip(free, roots, kinds, strict=True)
+        _records(paths, root, params) for paths, root in zip(free, roots, strict=True)
     )
     sources: dict[LeafPath, LeafPath] = {}
     equal: dict[LeafPath, list[LeafPath]] = {}
     for rule in (_equal_fields, _fewer_fields, _more_maxima):
         _fill(new_records, old_records, rule, fits, sources, equal)
-    _fill_renamed(new_records, old_records, fits, sources, equal)
     return sources, equal
 
 
@@ -212,13 +205,12 @@ def _records(
     paths: list[LeafPath],
     root: LeafPath,
     params: set[LeafPath],
-    kinds: Mapping[LeafPath, str],
 ) -> list[Record]:
     records: dict[LeafPath, Record] = {}
     chain_paths = [path for path in paths if path[: len(root)] == root]
     for path in chain_paths:
         node, field, param = _split(path, len(root), params)
-        record = records.setdefault(node, Record(node, {}, {}, set(), kinds.get(node, "")))
+        record = records.setdefault(node, Record(node, {}, {}, set()))
         if param is None:
             record.numbers[field] = path
         else:
@@ -402,41 +394,6 @@ def _take(
         for field, path in new.numbers.items():
             sources[path] = olds[0].numbers[field]
             equal[path] = [old.numbers[field] for old in olds[1:]]
-
-
-def _fill_renamed(
-    new_records: list[Record],
-    old_records: list[Record],
-    fits: _Fits,
-    sources: dict[LeafPath, LeafPath],
-    equal: dict[LeafPath, list[LeafPath]],
-) -> None:
-    """Fill records whose type, or one of whose moments, has the name of before."""
-    used = set(sources.values())
-    renamed = []
-    for old in old_records:
-        if _paths(old) & used:
-            continue
-        twins = [
-            new for new in new_records if not _paths(new) & sources.keys() and _is_renamed(new, old)
-        ]
-        renamed += [_with_fields_of(old, new) for new in twins]
-    _fill(new_records, renamed, _equal_fields, fits, sources, equal)
-
-
-def _is_renamed(new: Record, old: Record) -> bool:
-    same_counts = len(new.moments) == len(old.moments) and len(new.numbers) == len(old.numbers)
-    same_name = new.kind == old.kind != "" or bool(new.moments.keys() & old.moments.keys())
-    return same_counts and same_name
-
-
-def _with_fields_of(old: Record, new: Record) -> Record:
-    """Return a stored record with the fields of a new record, in the order of the fields."""
-    return old._replace(
-        moments=dict(zip(new.moments, old.moments.values(), strict=True)),
-        numbers=dict(zip(new.numbers, old.numbers.values(), strict=True)),
-        containers=new.containers,
-    )
 
 
 def _other_sources(

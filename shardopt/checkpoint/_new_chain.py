@@ -15,7 +15,7 @@ from shardopt.checkpoint._match import OPT_STATE, Match, NewChain, match_leaves,
 from shardopt.checkpoint._record import Meta
 from shardopt.checkpoint._replicas import as_stored, fits, to_wanted
 from shardopt.checkpoint._store import Leaf, StoredLeaves, describe, dtype_of
-from shardopt.checkpoint._tree import LeafPath, leaves_by_path, nest, show, type_names, unescape
+from shardopt.checkpoint._tree import LeafPath, leaves_by_path, nest, show, unescape
 from shardopt.core import MAX_LISTED, CheckpointError, PyTree, error_text, plural, with_leaves
 from shardopt.step._inputs import put
 
@@ -116,7 +116,6 @@ def fill_new_chain(
         meta.leaves,
         wanted,
         fits(meta.leaves, wanted_state, cast=True),
-        (meta.types, type_names(wanted_state)),
         chain.new_chain,
         {path[1:] for path in replaced},
     )

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -25,7 +24,6 @@ from shardopt.checkpoint._tree import (
     check_structure,
     describe_structure,
     leaves_by_path,
-    type_names,
 )
 from shardopt.core import (
     CheckpointError,
@@ -60,7 +58,6 @@ class Meta(NamedTuple):
       extra: JSON values of the caller, for instance the position in the training rows.
       sums: the sum of the bits of each leaf in hexadecimal, see `_sums`; None if the state was not
         verified.
-      types: the names of the types of named tuples, by path: of the states of transformations.
     """
 
     step: int
@@ -69,7 +66,6 @@ class Meta(NamedTuple):
     metrics: dict[str, float]
     extra: JsonObject
     sums: dict[LeafPath, str] | None = None
-    types: Mapping[LeafPath, str] = MappingProxyType({})
 
 
 def describe_state(
@@ -108,7 +104,6 @@ def describe_state(
         params=None if params is None else describe_structure(jax.tree.structure(params)),
         metrics=_as_numbers(metrics or {}),
         extra=extra or {},
-        types=type_names(state),
     )
 
 
@@ -155,9 +150,8 @@ def to_json(meta: Meta) -> JsonObject:
         for name in ("shardopt", "jax", "optax", "orbax-checkpoint")
     }
     sums = meta.sums and {"/".join(path): text for path, text in meta.sums.items()}
-    types = {"/".join(path): name for path, name in meta.types.items()}
     record = {"format": _RECORD_FORMAT, "versions": versions}
-    return record | meta._replace(leaves=leaves, sums=sums, types=types)._asdict()
+    return record | meta._replace(leaves=leaves, sums=sums)._asdict()
 
 
 def from_json(source: str, record: Json) -> Meta:
@@ -187,7 +181,6 @@ def from_json(source: str, record: Json) -> Meta:
             metrics=record["metrics"],
             extra=record["extra"],
             sums=None if sums is None else _by_path(sums, str),
-            types=_by_path(record.get("types", {}), str),  # records before 0.4 have none
         )
         _check_fields(meta)
         return meta

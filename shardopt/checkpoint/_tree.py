@@ -55,24 +55,6 @@ def leaves_by_path(tree: PyTree) -> dict[LeafPath, Any]:
     return leaves
 
 
-def type_names(tree: PyTree) -> dict[LeafPath, str]:
-    """Return the names of the types of named tuples, by path."""
-    names: dict[LeafPath, str] = {}
-    for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_named_tuple):
-        if not _is_named_tuple(node):
-            continue
-        path = path_of(keys)
-        names[path] = type(node).__name__
-        for field, child in node._asdict().items():
-            inner = type_names(child)
-            names |= {(*path, escape(field), *end): name for end, name in inner.items()}
-    return names
-
-
-def _is_named_tuple(node: object) -> bool:
-    return isinstance(node, tuple) and hasattr(node, "_fields")
-
-
 def nest(leaves: dict[LeafPath, Any]) -> dict[str, PyTree]:
     """Return nested dicts with each leaf under its path."""
     root: dict[str, PyTree] = {}
