@@ -51,7 +51,7 @@ def mlp(
     def multiply_down(hidden: list[Array], weight: Weight) -> Array:
         activated = activation(hidden[0])
         activated = shard(activated * hidden[1] if len(hidden) > 1 else activated)
-        return quantized_einsum("btf,fd->btd", activated, weight, precision=precision)
+        return linear("btf,fd->btd", activated, {"down": weight}, "down", precision=precision)
 
     # without a barrier XLA reads the kept hidden units in the product: blocks run in a scan, where
     # it merges nothing

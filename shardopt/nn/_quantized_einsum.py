@@ -11,6 +11,7 @@ from shardopt.core._rounding import Precision
 from shardopt.low_precision._einsum import opened, parse_subscripts, product_in_8_bits
 from shardopt.low_precision._numbers import check_precision
 from shardopt.low_precision._weight import RoundedWeight
+from shardopt.nn._cpu import is_product_of_matrices, product_of_matrices, runs_on_cpu
 from shardopt.nn._low_rank import LowRank
 
 
@@ -120,7 +121,13 @@ def linear(
     precision: Precision | None,
 ) -> Float[Array, "..."]:
     """Return `quantized_einsum` with the weight `name`, plus the bias of this name, if any."""
-    product = quantized_einsum(subscripts, x, weights[name], precision=precision)
+    weight = weights[name]
+    is_plain = precision is None and isinstance(weight, Array)
+    if is_plain and runs_on_cpu() and is_product_of_matrices(subscripts):
+        _check_operands(subscripts, x, weight, any_dtype=True)
+        product = product_of_matrices(x.ndim - 2, x, weight)
+    else:
+        product = quantized_einsum(subscripts, x, weight, precision=precision)
     return add_bias(product, weights.get(f"{name}_bias"))
 
 
