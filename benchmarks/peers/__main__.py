@@ -51,6 +51,7 @@ GROUPS = {
             for library in LIBRARIES
         ),
         Contestant("jax", "jit", 2),
+        Contestant("jax", "unrolled", 2),
     ],
     "torch": [
         Contestant(library, strategy, 2)

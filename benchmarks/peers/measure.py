@@ -60,12 +60,21 @@ def measure(
         differences = agreement(seen, loss_tolerance, norm_tolerance)
         for job in jobs:
             ask(job, "forget peak")
-        turns = {job.contestant.name: functools.partial(ask, job, steps) for job in jobs}
+        cpu: dict[str, list[float]] = {job.contestant.name: [] for job in jobs}
+
+        def turn(job: Job) -> None:
+            told = ask(job, steps)
+            cpu[job.contestant.name].append(max(each["cpu_seconds"] for each in told))
+
+        turns = {job.contestant.name: functools.partial(turn, job) for job in jobs}
         times = interleave(turns, rounds=rounds, warmup=WARMUP)
+        cpu = {name: each[WARMUP:] for name, each in cpu.items()}
         rows = {
             job.contestant.name: _row(job, times[job.contestant.name], config, steps)
             for job in jobs
         }
+        for name, seconds in cpu.items():
+            rows[name]["cpu_ms_of_a_step"] = 1e3 * statistics.median(seconds) / steps
     for name, count in lines.items():
         rows[name]["lines"] = count
     pairs = [
@@ -83,6 +92,9 @@ def measure(
         "speed_ratios": {
             f"{name} / {rival}": median_ratio(times[rival], times[name]) for name, rival in pairs
         },
+        "cpu_ratios": {
+            f"{name} / {rival}": median_ratio(cpu[name], cpu[rival]) for name, rival in pairs
+        },
     }
 
 
@@ -92,6 +104,7 @@ def rivals(name: str, rows: Any) -> list[str]:
     """
     strategy = name.split()[1]
     same = [f"{library} {strategy}" for library in ("jax", "torch", "maxtext", "levanter")]
+    same += ["jax unrolled"] if strategy == "ddp" else []
     return [each for each in rows if each in (*same, *ALONE)]
 
 

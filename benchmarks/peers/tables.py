@@ -21,6 +21,8 @@ _NAMES = {
     "levanter": "Levanter",
 }
 _STRATEGIES = ("ddp", "zero1", "fsdp")
+_SAME = {"jit": "fsdp", "unrolled": "ddp"}
+"""The strategy that a form of jax by hand computes."""
 _CALLS = {
     "torch ddp": "DistributedDataParallel",
     "torch zero1": "ZeroRedundancyOptimizer",
@@ -29,6 +31,7 @@ _CALLS = {
     "jax zero1": "`shard_map`",
     "jax fsdp": "`shard_map`, gathers by hand",
     "jax jit": "`jit` and shardings alone",
+    "jax unrolled": "`shard_map`, two-dimensional products, no loop over blocks",
     "maxtext ddp": "`ici_data_parallelism=-1`",
     "maxtext zero1": "`shard_optimizer_over_data=true`",
     "maxtext fsdp": "`ici_fsdp_parallelism=-1`",
@@ -65,7 +68,7 @@ def table_of(record: dict[str, Any]) -> str:
         found = [size["processes"]["contestants"].get(name) for size in sizes.values()]
         lines = next(each["lines"] for each in found if each)
         row = [
-            f"{strategy if strategy != 'jit' else 'fsdp'}, {_NAMES[library]}",
+            f"{_SAME.get(strategy, strategy)}, {_NAMES[library]}",
             _CALLS[name],
             str(lines),
         ]

@@ -91,9 +91,10 @@ def main() -> None:
                 forget_peak()
                 say()
             else:
-                start = time.perf_counter()
+                start, cpu = time.perf_counter(), time.process_time()
                 results = [next(steps) for _ in range(command)]
-                say(results=results, seconds=time.perf_counter() - start)
+                cpu = time.process_time() - cpu
+                say(results=results, seconds=time.perf_counter() - start, cpu_seconds=cpu)
 
 
 if __name__ == "__main__":

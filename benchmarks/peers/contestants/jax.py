@@ -48,13 +48,31 @@ def block_of(x, weights, table):
     return x + gated(gate, up) @ mlp["down"]
 
 
-def loss_of(config: Config, outer, blocks, tokens, block=block_of):
+def product(x, weight, *dims):
+    """The product of x [B, T, ...] with a weight, as one of two matrices; `dims` are its last."""
+    batch, length = x.shape[:2]
+    rows = x.reshape(batch * length, -1)
+    return (rows @ weight.reshape(rows.shape[1], -1)).reshape(batch, length, *dims)
+
+
+def block_of_matrices(x, weights, table):
+    attention, mlp = weights["attention"], weights["mlp"]
+    qkv = product(rms_norm(x, attention["norm"]), attention["qkv"], *attention["qkv"].shape[1:])
+    query, key, value = (part.squeeze(2) for part in jnp.split(qkv, 3, axis=2))
+    mixed = attend(rotate(query, table), rotate(key, table), value)
+    x = x + product(mixed, attention["out"], x.shape[-1])
+    gate, up = jnp.split(product(rms_norm(x, mlp["norm"]), mlp["up"], 2 * len(mlp["down"])), 2, -1)
+    return x + product(gated(gate, up), mlp["down"], x.shape[-1])
+
+
+def loss_of(config: Config, outer, blocks, tokens, block=block_of, unroll=1):
     """The mean loss in nats of tokens [B, T + 1]; `blocks` are stacked, and `outer` is all else."""
     half = config.dim // config.num_heads // 2
     angles = jnp.arange(config.length)[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
     table = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
     x = outer["embedding"][tokens[:, :-1]]
-    x, _ = jax.lax.scan(lambda x, weights: (block(x, weights, table), None), x, blocks)
+    run = lambda x, weights: (block(x, weights, table), None)
+    x, _ = jax.lax.scan(run, x, blocks, unroll=unroll)
     logits = rms_norm(x, outer["norm"]) @ outer["embedding" if config.tied else "head"].T
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
@@ -71,13 +89,13 @@ def start():
     return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
 
 
-def ddp(task: Task):
+def ddp(task: Task, **how):
     mesh = start()
     tx = optax.adamw(LEARNING_RATE, b1=B1, b2=B2, eps=EPS, weight_decay=WEIGHT_DECAY)
     whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 
     def local(params, tokens):
-        loss = lambda params: loss_of(task.config, params, params["blocks"], tokens)
+        loss = lambda params: loss_of(task.config, params, params["blocks"], tokens, **how)
         return jax.lax.pmean(jax.value_and_grad(loss)(params), "data")
 
     mean = jax.shard_map(
@@ -96,6 +114,11 @@ def ddp(task: Task):
         tokens = jax.make_array_from_process_local_data(rows, tokens)
         params, state, loss, norm = step(params, state, tokens)
         yield float(loss), float(norm)
+
+
+def unrolled(task: Task):
+    """As ddp, by two-dimensional products and without a loop over blocks: the fastest on CPU."""
+    yield from ddp(task, block=block_of_matrices, unroll=task.config.num_layers)
 
 
 def dims_of(params, size):
@@ -237,6 +260,7 @@ def jit(task: Task):
 
 LINES = {
     "ddp": (start, ddp),
+    "unrolled": (start, ddp),
     "zero1": (start, dims_of, placed, zero1),
     "fsdp": (start, dims_of, placed, fsdp),
     "jit": (start, dims_of, placed, jit),
