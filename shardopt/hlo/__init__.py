@@ -1,11 +1,11 @@
-"""Read compiled XLA programs from their HLO text: collectives, memory, donated inputs and flops.
+"""Read compiled XLA programs from their HLO text: collectives, memory and flops.
 
 Begin with `so.hlo.audit`.
 """
 
 from shardopt.hlo._check_proved import check_proved
 from shardopt.hlo._collective import Collective
-from shardopt.hlo._program import Memory, audit, donated, inner_product_flops, memory
+from shardopt.hlo._program import Memory, audit, inner_product_flops, memory
 from shardopt.hlo._report import Audit, Traffic
 from shardopt.hlo.proof import Proof, prove
 
@@ -17,7 +17,6 @@ __all__ = [
     "Traffic",
     "audit",
     "check_proved",
-    "donated",
     "inner_product_flops",
     "memory",
     "prove",

@@ -1,6 +1,4 @@
-"""Read a compiled program: its collectives, its memory, the inputs that it overwrites, and its
-flops.
-"""
+"""Read a compiled program: its collectives, its memory and its flops."""
 
 import functools
 import inspect
@@ -21,7 +19,6 @@ from shardopt.hlo._hlo_text import (
     Instruction,
     Module,
     WindowDim,
-    aliases,
     array_shape,
     attributes,
     header_count,
@@ -363,24 +360,6 @@ def argument_padding(program: Compiled | str) -> int:
         "", _header(program).partition("entry_computation_layout={")[2].partition("->")[0]
     )
     return tiled_nbytes(inputs) - nbytes(inputs) if inputs.startswith("(") else 0
-
-
-def donated(program: Compiled | str) -> dict[int, int]:
-    """Return the inputs that outputs overwrite: flat input position to flat output position.
-
-    Input positions count the leaves of the compiled program's inputs. jax drops unused arguments
-    from these.
-
-    Args:
-      program: a `jax.stages.Compiled`, or HLO text.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> step = jax.jit(lambda state, batch: state + batch, donate_argnums=0)
-      >>> donated(step.lower(jnp.ones(4), jnp.ones(4)).compile())
-      {0: 0}
-    """
-    return {source: (*output, 0)[0] for output, source in aliases(_header(program))}
 
 
 def _text(program: Compiled | str) -> str:

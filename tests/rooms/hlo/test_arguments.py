@@ -1,4 +1,4 @@
-"""What `audit`, `memory` and `donated` take and refuse."""
+"""What `audit` and `memory` take and refuse."""
 
 import re
 
@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardopt as so
-from shardopt.hlo import audit, donated, memory
+from shardopt.hlo import audit, memory
 
 pytestmark = pytest.mark.fast
 
@@ -137,15 +137,3 @@ def test_memory_counts_the_bytes_of_one_device(mesh_of):
     assert weights + batch <= usage.arguments <= weights + batch + small
     assert weights <= usage.aliased <= usage.outputs <= weights + small
     assert usage.peak == usage.arguments + usage.temporary + usage.outputs - usage.aliased
-
-
-def test_donated_inputs_are_those_that_are_overwritten():
-    def step(a, b, c):
-        return (b + 1, {"x": a * c.sum()}, c)
-
-    shapes = [jnp.ones((4,)), jnp.ones((2, 8)), jnp.ones((3,))]
-    assert donated(jax.jit(step).lower(*shapes).compile()) == {}
-    assert donated(jax.jit(step, donate_argnums=(0, 1)).lower(*shapes).compile()) == {0: 1, 1: 0}
-    assert donated(jax.jit(lambda a: a + 1, donate_argnums=0).lower(X).compile().as_text()) == {
-        0: 0
-    }
