@@ -165,20 +165,45 @@ def gpu_of(record: dict[str, Any] | None) -> str:
     )
 
 
+def core_of(record: dict[str, Any] | None) -> str:
+    """Return the table of core.py: CPU time of a step of one device, and its ratios."""
+    if record is None:
+        return ""
+    sizes = record["results"]["cpu"].values()
+    rivals = ("jax ddp", "jax unrolled", "torch alone")
+    lines = [
+        f"One process on one core, so.ddp, ms of CPU a step. {_heading([s['core'] for s in sizes])}",
+        "",
+        "| width x layers, batch x length | shardopt | of jax's scan | of jax unrolled | of torch |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for size in sizes:
+        milliseconds = size["core"]["contestants"]["shardopt ddp"]["cpu_ms_of_a_step"]
+        cells = [_shape(size["config"]), f"{milliseconds:.0f}"]
+        cells += [
+            f"{size['core']['cpu_ratios'][f'shardopt ddp / {rival}']:.2f}" for rival in rivals
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def short_section(record: dict[str, Any]) -> str:
     """Return the section of docs/benchmarks.md: the runs of shardopt and torch, tokens per second at each
     size.
     """
     caption = (
         "Two processes over gloo, a core each. A cell has shardopt's tokens per second and, in"
-        " brackets, the ratio to torch's. Which of the two is faster depends on the CPU."
+        " brackets, the ratio to torch's. The runs are older than the products and the attention of"
+        " today: the note has what these gained."
     )
     return f"{BEGIN}\n{beside_torch(record, memory=False)}\n\n{caption}\n{END}"
 
 
-def full_section(record: dict[str, Any], gpu: dict[str, Any] | None = None) -> str:
+def full_section(
+    record: dict[str, Any], gpu: dict[str, Any] | None = None, core: dict[str, Any] | None = None
+) -> str:
     """Return the section of docs/notes/peers.md: every contestant at every size, each run with its
-    date, and the GPU.
+    date, one core, and the GPU.
     """
     versions, results = record["versions"], record["results"]
     groups = [size["processes"] for size in results["cpu"].values() if "processes" in size]
@@ -202,6 +227,7 @@ def full_section(record: dict[str, Any], gpu: dict[str, Any] | None = None) -> s
         table_of(record),
         machine,
         beside_torch(record, memory=True),
+        *filter(None, [core_of(core)]),
     ]
     return "\n\n".join([*tables, f"{gpu_of(gpu)}\n{END}"])
 
@@ -228,7 +254,10 @@ def stored(name: str) -> dict[str, Any] | None:
 def sections() -> dict[str, str]:
     """Return {page: section} of the stored results."""
     record = stored("peers")
-    short, full = short_section(record), full_section(record, stored("peers_gpu"))
+    short, full = (
+        short_section(record),
+        full_section(record, stored("peers_gpu"), stored("peers_core")),
+    )
     return {"docs/benchmarks.md": short, "docs/notes/peers.md": full}
 
 

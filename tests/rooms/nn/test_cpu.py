@@ -14,7 +14,7 @@ from shardopt.nn._attention import masked_attention, visible
 from shardopt.nn._quantized_einsum import linear
 from shardopt.trace._jaxprs import equations
 
-LENGTH, WINDOW = 150, 70
+LENGTH, WINDOW = 150, 20
 WHOLE_ROW = f"{LENGTH},{LENGTH}]"
 DRAW = np.random.default_rng(0)
 SEGMENTS = np.sort(DRAW.integers(0, 3, (2, LENGTH)), axis=1)
