@@ -1,4 +1,4 @@
-"""The traffic that a compiled program is meant to send, and a comparison with what it sends."""
+"""A table of the traffic that a compiled program is meant to send, compared with its collectives."""
 
 import math
 from typing import NamedTuple
