@@ -22,7 +22,7 @@ from shardopt.checkpoint import _store as store
 from shardopt.checkpoint._hashed import KEY, Patterns, compile_patterns, record_of, without_hashed
 from shardopt.checkpoint._match import NewChain
 from shardopt.checkpoint._memory import MemorySnapshot, MemoryWriter
-from shardopt.checkpoint._multihost import on_primary_process, raise_together
+from shardopt.checkpoint._multihost import check_all_write, on_primary_process, raise_together
 from shardopt.checkpoint._read import load
 from shardopt.checkpoint._record import describe_state, read_meta
 from shardopt.checkpoint._run_folder import (
@@ -137,7 +137,7 @@ class Checkpoints:
             checkpoints is not positive, if `mode` is neither "min" nor "max", or if no process can
             hold snapshots.
           CheckpointInUseError: if another job writes to the folder.
-          CheckpointError: if the folder cannot be written to.
+          CheckpointError: if the folder cannot be written to, by any process.
         """
         _check_every(every)
         if keep is not None:
@@ -173,6 +173,7 @@ class Checkpoints:
         self._programs.enter_context(stored_programs(_CALLER, self.directory / FOLDER_NAME))
         try:
             on_primary_process(self._lock.acquire)
+            check_all_write(self.directory)
         except BaseException:
             self._programs.close()
             raise

@@ -3,14 +3,17 @@ others.
 """
 
 import json
+import shutil
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TypeVar
 
 import jax
 
-from shardopt.core import CheckpointError
+from shardopt.core import CheckpointError, format_error
 from shardopt.runtime._agreement import agree
 
 T = TypeVar("T", bound=bool | int | str | list | None)
@@ -50,6 +53,32 @@ def raise_together(failure: BaseException | None) -> None:
     for description in received:
         if description is not None:
             raise _error(*description)
+
+
+def check_all_write(directory: Path) -> None:
+    """Refuse a folder that some processes do not see, or cannot write to. All must call it.
+
+    Raises:
+      CheckpointError: names such a process and its host.
+    """
+    if jax.process_count() == 1:
+        return
+    shared = directory / ".seen-by-all"
+    on_primary_process(lambda: shared.mkdir(exist_ok=True))
+    failure = None
+    try:
+        (shared / str(jax.process_index())).write_bytes(b"\0")
+    except OSError as error:
+        problem = (
+            f"process {jax.process_index()} on {socket.gethostname()} cannot write to {directory}"
+            f" ({type(error).__name__}: {error})."
+        )
+        fix = "save to a folder that all hosts see and can write to."
+        failure = CheckpointError(format_error("Checkpoints", problem, fix=fix))
+    try:
+        raise_together(failure)
+    finally:
+        on_primary_process(lambda: shutil.rmtree(shared))
 
 
 def exchange(text: str) -> list[str]:

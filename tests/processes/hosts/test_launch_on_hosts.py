@@ -27,6 +27,14 @@ def test_the_same_command_on_each_host_makes_one_job_that_outlasts_a_cut_of_its_
     pair[1].heal()
     assert [job.wait() for job in jobs] == [0, 0], said(tmp_path, pair[0])
     assert {path.read_text() for path in (*first, *second)} == {"[0, 1] place 0"}
+    for rank in range(2):
+        refusal = (tmp_path / f"refused-{rank}").read_text()
+        assert refusal == (
+            f"Checkpoints: process 1 on host1 cannot write to {tmp_path}/own-1 (FileNotFoundError:"
+            f" [Errno 2] No such file or directory: '{tmp_path}/own-1/.seen-by-all/1').\nFix: save"
+            " to a folder that all hosts see and can write to."
+        )
+    assert list((tmp_path / "own-0").iterdir()) == [tmp_path / "own-0" / ".lock"]
     logs = {path.name for path in (tmp_path / "logs").iterdir()}
     assert logs == {".launch.lock", ".launch1.lock", "process-0.log", "process-1.log"}
 

@@ -1,7 +1,8 @@
 """One process of a job on several hosts: `python worker_that_meets.py FOLDER`.
 
 It adds the numbers of all processes over the network, and does so again when the folder has a file
-`again`. It writes what it got to `first-RANK` and `second-RANK`.
+`again`. It writes what it got to `first-RANK` and `second-RANK`. At last it asks for checkpoints in a
+folder of its own, and writes the refusal to `refused-RANK`.
 """
 
 import os
@@ -31,3 +32,7 @@ meet("first")
 while not (folder / "again").exists():
     time.sleep(0.05)
 meet("second")
+try:
+    so.Checkpoints(folder / f"own-{rank}", every=1, keep=1)
+except so.errors.CheckpointError as error:
+    (folder / f"refused-{rank}").write_text(str(error))

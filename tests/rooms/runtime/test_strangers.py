@@ -189,7 +189,7 @@ def test_reports_of_another_version_do_not_stop_a_watch(count):
 
 VAULT = """
 import resource, runpy, sys
-resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+resource.setrlimit(resource.RLIMIT_NOFILE, 2 * (int(sys.argv[3]),))
 sys.path.insert(0, sys.argv[1])
 import _messages
 _messages._STRANGER_SECONDS = float(sys.argv[2])
@@ -199,11 +199,13 @@ runpy.run_path(sys.path[0] + "/_vault.py", run_name="__main__")
 
 
 @pytest.mark.parametrize(
-    ("strangers", "seconds"), tiered([(100, 0.3), (1000, 5.0)], lambda row: row[0] == 100)
+    ("strangers", "seconds", "descriptors"),
+    tiered([(100, 0.3, 64), (1000, 5.0, 512)], lambda row: row[0] == 100),
 )
-def test_silent_connections_shut_nobody_out_of_a_vault(strangers, seconds):
+def test_silent_connections_shut_nobody_out_of_a_vault(strangers, seconds, descriptors):
     folder = str(Path(vault.__file__).parent)
     command = [sys.executable, "-I", "-S", "-c", VAULT, folder, str(seconds)]
+    command.append(str(descriptors))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as program, contextlib.ExitStack() as stack:
         stack.callback(program.kill)
