@@ -243,7 +243,8 @@ def check_batch(
     if size == 0 or size % pieces:
         divisors = f"{plural(devices, 'device')} along {' x '.join(axes)}"
         if micro_batches > 1:
-            divisors += f" x {micro_batches} micro-batches"
+            unit = "micro-batches" if config.loss.tile_rows is None else "rows of a tile"
+            divisors += f" x {micro_batches} {unit}"
         nearest_sizes = sorted({max(size // pieces, 1) * pieces, (size // pieces + 1) * pieces})
         problem = f"a global batch of {size} is not divisible by {divisors} = {pieces}."
         sizes = f"use a batch of {' or '.join(map(str, nearest_sizes))}"

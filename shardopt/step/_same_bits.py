@@ -113,15 +113,15 @@ class _Tiles:
     def gradients(self) -> tuple[list[jax.Array], LossParts]:
         # combinators and cross-checks change the config of a strategy that was checked
         _check(self.config)
-        trained = self.layout.trained_leaves(self.inputs.params)
+        params = self.inputs.params
+        trained = self.layout.trained_leaves(params)
         weights = None
-        shapes = jax.eval_shape(self.losses, self.inputs.params).loss
-        if isinstance(shapes.weight, tuple):
-            weights = sum_tiles(self.losses(self.inputs.params), self.config.axes).loss.weight
+        if isinstance(jax.eval_shape(self.losses, params).loss.weight, tuple):
+            weights = sum_tiles(self.losses(params), self.config.axes).loss.weight
 
         def loss_of(trained, tile, key):
-            params = self.layout.merge(self.inputs.params, trained)
-            parts = loss_of_rows(self.config, self.layout, params, tile, key)
+            merged = self.layout.merge(params, trained)
+            parts = loss_of_rows(self.config, self.layout, merged, tile, key)
             # Not divided by the number of devices: small gradients would be rounded.
             return objective(parts.loss, 1, weights), parts
 
