@@ -161,7 +161,9 @@ def refused_flags(flags: list[str], chip: str, python: str) -> list[str]:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | told
     command = [python, "-c", _TRY_FLAGS, topology, *flags]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    return [line.split(" ", 1)[1] for line in done.stdout.splitlines() if line[:7] == "REFUSED"]
+    return [
+        line.split(" ", 1)[1] for line in done.stdout.splitlines() if line.startswith("REFUSED ")
+    ]
 
 
 def compile_words(words: list[str], python: str) -> tuple[dict[str, Any], str]:

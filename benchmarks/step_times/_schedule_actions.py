@@ -248,15 +248,19 @@ class Reader:
         memory_seconds = self.units.seconds(nbytes, VectorWork(0))
         has_product = self.fusions.has_product(line)
         if has_product or sends:
-            match = _CYCLES.search(line.arguments)
-            is_known = match is not None and int(match[1]) < _UNKNOWN_CYCLES
-            if is_known or sends:
-                seconds = int(match[1]) / self.clock if is_known else 0.0
-            else:
+            cycles = self._estimated_cycles(line)
+            if cycles is None and not sends:
                 self.assumed[
                     f"product {_stem(line)} without an estimate, counted by its bytes"
                 ] += 1
+            else:
+                seconds = (cycles or 0) / self.clock
         return Compute(line, seconds, memory_seconds=min(memory_seconds, seconds))
+
+    def _estimated_cycles(self, line: Instruction) -> int | None:
+        """Return the cycles that XLA writes on an instruction; None if it writes none."""
+        match = _CYCLES.search(line.arguments)
+        return int(match[1]) if match and int(match[1]) < _UNKNOWN_CYCLES else None
 
     def copy(self, line: Instruction) -> Copy | None:
         """Return a copy that begins with an instruction; None for a copy to or from the host."""

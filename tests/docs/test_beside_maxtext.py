@@ -125,7 +125,7 @@ def test_mfu_is_counted_with_causal_and_with_full_attention(script):
         6 * weights * 4096 + scores / 2,
         6 * weights * 4096 + scores,
     )
-    # the products are those of the compiled program
+    # the compiled program has these products
     results = json.loads(script.RESULTS.read_text())["results"]
     assert results[row.name]["shardopt"]["flops"] == pytest.approx(6 * weights * 4096, rel=1e-3)
     assert script.mfu(row.name, causal / 459e12) == f"100.0%, {full / causal:.1%}"

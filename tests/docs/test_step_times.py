@@ -614,8 +614,8 @@ def test_a_copy_of_bfloat16_takes_half_of_the_time_of_float32(chip):
 
 @pytest.mark.parametrize("chip", ["v5p", "v6e"])
 def test_a_fusion_takes_the_same_as_a_kernel(chip):
-    """On v6e XLA copies the input of the kernel into VMEM, beside a fusion that needs all of the
-    bandwidth. So the step waits for the copy.
+    """On v6e XLA copies the input of the kernel into VMEM while a fusion needs all of the bandwidth.
+    So the step waits for the copy.
     """
     seconds = seconds_of_operations(chip)
     of_kernel = seconds["scaled_by_kernel.1"] + seconds.get("copy-start", 0.0)
@@ -779,15 +779,15 @@ def test_a_share_of_the_bandwidth_is_asked_for_where_the_table_has_none():
         step_seconds(program(work("a", 1)), mesh=MESH, hardware="v5p", memory_share=1.5)
     assert {chip.name for chip in HARDWARE.values() if chip.clock} == set(MEMORY_SHARES)
     copy = "%c = f32[1000000]{0} copy(%p)"
-    whole, part = (
+    full, half = (
         step_seconds(program(work("a", 0), copy), mesh=MESH, hardware="v5p", memory_share=share)
         for share in (1.0, 0.5)
     )
-    assert part.total == pytest.approx(2 * whole.total)
+    assert half.total == pytest.approx(2 * full.total)
 
 
 def test_a_kernel_of_tokamax_computes_the_tiles_of_its_tables():
-    """It states the whole square. Of 8 x 8 tiles 36 are visible."""
+    """It states the whole square. The mask shows 36 of 8 x 8 tiles."""
     query = "bf16[32,4096,128]"
     stated = 2 * 2 * 32 * 4096**2 * 128
     sizes = '{\\"block_q\\": 512, \\"block_kv\\": 512}'
