@@ -41,7 +41,7 @@ from shardopt.losses._sums import cut, scale, sum_parts
 from shardopt.reducers._axis import all_gather_packed, all_to_all_packed
 from shardopt.reducers._mean import in_buckets
 from shardopt.step._gradients import ExactSum, MicroBatches, PerDeviceView
-from shardopt.trace._jaxprs import jaxpr_params, nested_equations
+from shardopt.trace._jaxprs import jaxpr_params, nested_equations, shape_of
 from shardopt.trace._parts import inlined, part_of, slice_of, trace_of
 from shardopt.trace._primitives import ELEMENTWISE
 
@@ -142,8 +142,13 @@ class _Tiles:
         )
 
     @property
+    def rows(self) -> int:
+        assert self.config.loss.tile_rows is not None
+        return self.config.loss.tile_rows
+
+    @property
     def count(self) -> int:
-        return num_rows(self.config, self.inputs.batch) // self.config.loss.tile_rows
+        return num_rows(self.config, self.inputs.batch) // self.rows
 
     def run(self, f: Callable[..., Any], params: PyTree, index: jax.Array) -> PyTree:
         """Return `f(params, tile, key)` of a tile of this device, as a program of its own."""
@@ -154,7 +159,7 @@ class _Tiles:
         number = jax.lax.axis_index(config.axes.rows) * self.count + index
 
         def numbers():
-            return row_numbers(0, number, 1, config.loss.tile_rows)
+            return row_numbers(0, number, 1, self.rows)
 
         key = step_key(config, inputs.step, inputs.rng, number, 0, row_numbers=numbers)
         return fenced(f, params, tile, key)
@@ -207,7 +212,7 @@ def _sum_pairs(rows: jax.Array) -> jax.Array:
 def sum_tiles(parts: LossParts, axes: AxisTable) -> LossParts:
     """Add parts [tiles of this device, ...] up over all tiles, which every device gathers."""
 
-    def add(metric):
+    def add(metric: Any) -> Any:
         # -0 + 0 is 0, so -0 would show how many zeros were added
         return combined(
             metric,
@@ -376,9 +381,11 @@ def _merged(program: ClosedJaxpr) -> ClosedJaxpr:
 
 def _with_broadcast(eqn: JaxprEqn) -> list[JaxprEqn]:
     """Return an equation; of a quotient by a scalar, the broadcast that lowering adds, and it."""
-    shape = eqn.outvars[0].aval.shape if eqn.primitive is jax.lax.div_p else ()
-    numerator, divisor = eqn.invars if shape else (None, None)
-    if not shape or divisor.aval.shape or isinstance(divisor, Literal):
+    if eqn.primitive is not jax.lax.div_p:
+        return [eqn]
+    numerator, divisor = eqn.invars
+    shape = shape_of(eqn.outvars[0])
+    if not shape or shape_of(divisor) or isinstance(divisor, Literal):
         return [eqn]
     (broadcast,) = jax.make_jaxpr(lambda x: jax.lax.broadcast(x, shape))(divisor.aval).jaxpr.eqns
     broadcast = broadcast.replace(invars=[divisor])
