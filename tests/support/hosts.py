@@ -142,7 +142,7 @@ class Host:
         _tc("-n", self.namespace, "qdisc", "replace", "dev", "eth0", *shape)
 
     def cut(self) -> None:
-        """Cut the link: no packet comes or goes, and nobody is told."""
+        """Cut the link: no packet comes or goes, and no connection is closed."""
         _ip("-n", self._switch, "link", "set", self._port, "down")
 
     def heal(self) -> None:

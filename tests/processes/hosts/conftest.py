@@ -1,4 +1,4 @@
-"""Jobs on several hosts, and what they listen at."""
+"""Jobs on several hosts, and the addresses at which they listen."""
 
 import re
 import subprocess
@@ -28,7 +28,7 @@ def launch(host, folder, worker, *options, hosts=HOSTS):
 
 
 def said(folder, host):
-    """Return what the launcher of a host said."""
+    """Return the output of the launcher of a host."""
     return (folder / f"said-{host.name}").read_text()
 
 

@@ -62,13 +62,13 @@ def test_a_link_that_is_cut_loses_all_and_one_that_heals_nothing(pair):
 
 
 def test_two_networks_do_not_meet_and_nothing_reaches_the_machine(pair):
-    with network(2) as others, listen(others[1]):
-        assert ask(others[0], "host1", "abc") == "cba"
+    with network(2) as second_pair, listen(second_pair[1]):
+        assert ask(second_pair[0], "host1", "abc") == "cba"
         with pytest.raises(AssertionError, match="refused"):
             ask(pair[0], "host1", "abc")
         with pytest.raises(subprocess.CalledProcessError):
             subprocess.run([sys.executable, "-c", ASK, "10.77.0.2", "abc"], check=True, stderr=-3)
-        others[1].kill()
+        second_pair[1].kill()
 
 
 CRASH = """

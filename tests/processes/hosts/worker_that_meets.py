@@ -1,7 +1,7 @@
 """One process of a job on several hosts: `python worker_that_meets.py FOLDER`.
 
-It adds the numbers of all processes over the network, and does so again when the folder has a file
-`again`. It writes what it got to `first-RANK` and `second-RANK`. At last it asks for checkpoints in a
+It gathers the numbers of all processes over the network, and does so again when the folder has a file
+`again`. It writes them to `first-RANK` and `second-RANK`. At last it asks for checkpoints in a
 folder of its own, and writes the refusal to `refused-RANK`.
 """
 

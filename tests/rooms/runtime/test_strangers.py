@@ -53,18 +53,18 @@ def framed(text):
 
 
 def overheard(port):
-    """Return what a process that knows the token sends to prove it, as a stranger hears it."""
+    """Return the proof of a process that knows the token, as a stranger hears it."""
     heard = []
     with socket.create_server(("127.0.0.1", 0)) as relay, contextlib.ExitStack() as stack:
 
         def run():
-            here, _ = relay.accept()
-            there = socket.create_connection(("127.0.0.1", port))
-            with here, there:
+            client, _ = relay.accept()
+            vault_side = socket.create_connection(("127.0.0.1", port))
+            with client, vault_side:
                 for _ in range(2):
-                    here.sendall(there.recv(4096))
-                    heard.append(here.recv(4096))
-                    there.sendall(heard[-1])
+                    client.sendall(vault_side.recv(4096))
+                    heard.append(client.recv(4096))
+                    vault_side.sendall(heard[-1])
 
         thread = threading.Thread(target=run)
         thread.start()
@@ -75,7 +75,7 @@ def overheard(port):
 
 
 def attempts(rng, port):
-    """Yield what a stranger sends: garbage, wrong lengths, wrong proofs, proofs that it overheard."""
+    """Yield messages of a stranger: garbage, wrong lengths, wrong proofs, proofs of others."""
     proof = overheard(port)
     requests = [{"what": "list"}, {"what": "get", "rank": 0, "step": 5, "group": "0/1"}]
     requests.append({"what": "put", "rank": 0, "step": 9, "group": "0/1", "digest": "x"})
