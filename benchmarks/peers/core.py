@@ -29,14 +29,15 @@ def main() -> None:
         )
     results = {"torch": importlib.metadata.version("torch"), "cpu": {}}
     path = Path(__file__).parents[1] / "results" / "peers_core.json"
-    for size, config in SIZES.items():
+    for size, config in reversed(SIZES.items()):
         config = config._replace(batch=config.batch // 2, simulated=1)
-        found = measure(CONTESTANTS, config, rounds=9, steps=2)
+        # at 256 x 4 this batch meets a steep place, where rounding moves a norm of 16 by 1.4%
+        found = measure(CONTESTANTS, config, rounds=7, steps=2, norm_tolerance=3e-2)
         results["cpu"][size] = {"config": config._asdict(), "core": found}
         for name, row in found["contestants"].items():
             print(f"{config.name}, {name}: {row['cpu_ms_of_a_step']:.0f} ms of CPU a step")
         print(found["cpu_ratios"], flush=True)
-    write_json("peers_core", results, path)
+        write_json("peers_core", results, path)  # a later size may fail
 
 
 if __name__ == "__main__":
