@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from shardopt.kernels._devices import is_local
 from shardopt.low_precision._einsum import parse_subscripts
-from shardopt.mesh import device_kind_or_default, is_analysed
+from shardopt.mesh import device_kind, device_kind_or_default, is_analysed
 
 
 def runs_on_cpu() -> bool:
@@ -29,8 +29,15 @@ def queries_at_a_time(length: int) -> int:
     return max(64, math.ceil(length / 16)) if runs_on_cpu() else length
 
 
-def is_product_of_matrices(subscripts: str) -> bool:
-    """Return whether the dims of a product are those of rows of tokens and of a matrix, in order."""
+def takes_matrices(subscripts: str) -> bool:
+    """Return whether a product is to run as `product_of_matrices`: if its dims are those of rows of
+    tokens and of a matrix, in order, under the mesh of a strategy on CPU.
+
+    A strategy differentiates in reverse. Elsewhere a user may differentiate forward, as for a
+    product with the Hessian, and `custom_vjp` refuses that.
+    """
+    if not (runs_on_cpu() and device_kind() == "cpu"):
+        return False
     of_x, of_weight, out = parse_subscripts(subscripts)
     tokens = out[:2]
     return of_x.startswith(tokens) and of_x[2:] + out[2:] == of_weight

@@ -11,7 +11,7 @@ from shardopt.core._rounding import Precision
 from shardopt.low_precision._einsum import opened, parse_subscripts, product_in_8_bits
 from shardopt.low_precision._numbers import check_precision
 from shardopt.low_precision._weight import RoundedWeight
-from shardopt.nn._cpu import is_product_of_matrices, product_of_matrices, runs_on_cpu
+from shardopt.nn._cpu import product_of_matrices, takes_matrices
 from shardopt.nn._low_rank import LowRank
 
 
@@ -123,7 +123,7 @@ def linear(
     """Return `quantized_einsum` with the weight `name`, plus the bias of this name, if any."""
     weight = weights[name]
     is_plain = precision is None and isinstance(weight, Array)
-    if is_plain and runs_on_cpu() and is_product_of_matrices(subscripts):
+    if is_plain and takes_matrices(subscripts):
         _check_operands(subscripts, x, weight, any_dtype=True)
         product = product_of_matrices(x.ndim - 2, x, weight)
     else:
