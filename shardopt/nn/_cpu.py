@@ -1,6 +1,5 @@
 """What XLA:CPU needs to be told: this file alone asks whether a layer runs there."""
 
-import functools
 import math
 from typing import Any
 
@@ -43,8 +42,7 @@ def takes_matrices(subscripts: str) -> bool:
     return of_x.startswith(tokens) and of_x[2:] + out[2:] == of_weight
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def product_of_matrices(
+def _product_of_matrices(
     num_summed: int, x: Float[Array, "B T ..."], weight: Float[Array, "..."]
 ) -> Float[Array, "B T ..."]:
     """Return the product of tokens with a weight, whose first dims are summed, by two-dimensional
@@ -56,6 +54,9 @@ def product_of_matrices(
     rows, matrix = _rows(x), _matrix(num_summed, weight)
     product = jnp.einsum("btd,df->btf", rows, matrix)
     return product.reshape(*x.shape[:2], *weight.shape[num_summed:])
+
+
+product_of_matrices = jax.custom_vjp(_product_of_matrices, nondiff_argnums=(0,))
 
 
 def _rows(x: Array) -> Array:
