@@ -28,7 +28,6 @@ from shardopt.losses._sums import (
     parts_of_micro_batches,
     reduce_scatter_grads,
     scale,
-    sum_parts,
 )
 from shardopt.mesh import device_kind
 from shardopt.partition import LeafPlan
@@ -44,7 +43,7 @@ class PerDeviceView:
     """
 
     device_loss: DeviceLoss
-    sum_parts: Callable[[LossParts, AxisTable], LossParts] = sum_parts
+    sum_parts: Callable[[LossParts, AxisTable], LossParts]
 
     def gradients(self, config: StrategyConfig, layout: Layout) -> Callable[..., Gradients]:
         """Return `gradients(params, batch, step, rng, reducer_state=None)`, to be called in the

@@ -17,6 +17,7 @@ from shardopt.config._slots import StepSlots
 from shardopt.config._user_mesh import Axes, read_mesh
 from shardopt.core import check_choice, check_count, plural, quoted, type_error, value_error
 from shardopt.core._block_model import BlockModel, as_block_model
+from shardopt.losses._sums import sum_parts
 from shardopt.pipeline import Schedule, schedules
 from shardopt.pipeline._cut import check_counts
 from shardopt.pipeline._permutes import check_permutes
@@ -208,7 +209,7 @@ def _check_one_stage(placement: str, blocks_per_stage: Sequence[int] | None) -> 
 
 def pipelined_slots(config: StrategyConfig, device_loss: Pipelined) -> StepSlots:
     """Return the slots of a pipeline, which has no global view."""
-    views = {"per_device": PerDeviceView(device_loss)}
+    views = {"per_device": PerDeviceView(device_loss, sum_parts)}
     return own_slots(config)._replace(differentiate=views, counts=device_loss.counts)
 
 

@@ -8,7 +8,7 @@ from shardopt.config._slots import OptimizerUpdate, Reduce, StepSlots, Wire
 from shardopt.core._block_model import as_block_model
 from shardopt.core._rounding import Rounding
 from shardopt.losses._global_view import GlobalView
-from shardopt.losses._sums import leaf_wire
+from shardopt.losses._sums import leaf_wire, sum_parts
 from shardopt.partition import LeafPlan
 from shardopt.remat._gathered_block import BlockRemat
 from shardopt.step._gradients import MicroBatches, PerDeviceView, exact_sum
@@ -20,7 +20,10 @@ from shardopt.step._update import PlainUpdate
 def own_slots(config: StrategyConfig) -> StepSlots:
     """Return the slots of a strategy without a pipeline."""
     slots = StepSlots(
-        differentiate={"per_device": PerDeviceView(MicroBatches()), "global": GlobalView()},
+        differentiate={
+            "per_device": PerDeviceView(MicroBatches(), sum_parts),
+            "global": GlobalView(),
+        },
         reduce=_reduce(config),
         update=_update(config),
         wire=_wire(config),

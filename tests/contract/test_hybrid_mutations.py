@@ -10,6 +10,7 @@ from support.seams import break_function
 
 import shardopt as so
 from shardopt.core._types import Weighted
+from shardopt.losses import _sums as sums
 from shardopt.pipeline import _executor as executor
 from shardopt.pipeline import _messages as messages
 from shardopt.pipeline import _stage as stage
@@ -133,21 +134,21 @@ def forget_the_embedding(patch):
 
 
 def sum_for_mean(patch):
-    sum_parts = gradients.sum_parts
+    sum_parts = sums.sum_parts
 
     def unweighted(parts, axes):
         summed = sum_parts(parts, axes)
         return summed._replace(loss=Weighted(summed.loss.total, jnp.ones_like(summed.loss.weight)))
 
-    break_function(patch, gradients.sum_parts, unweighted)
+    break_function(patch, sums.sum_parts, unweighted)
 
 
 def start_from_sums_that_are_not_zero(patch):
     zero_sums = stage._zero_sums
 
     def ones(prepared):
-        sums = zero_sums(prepared)
-        return sums._replace(blocks=[x + 1e-4 for x in sums.blocks])
+        zeros = zero_sums(prepared)
+        return zeros._replace(blocks=[x + 1e-4 for x in zeros.blocks])
 
     break_function(patch, stage._zero_sums, ones)
 

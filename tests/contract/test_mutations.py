@@ -40,13 +40,13 @@ def reduce_twice(patch):
 
 
 def sum_for_mean(patch):
-    sum_parts = gradients.sum_parts
+    sum_parts = sums.sum_parts
 
     def unweighted(parts, axes, **kwargs):
         summed = sum_parts(parts, axes, **kwargs)
         return summed._replace(loss=Weighted(summed.loss.total, jnp.ones_like(summed.loss.weight)))
 
-    break_function(patch, gradients.sum_parts, unweighted)
+    break_function(patch, sums.sum_parts, unweighted)
 
 
 def mean_of_means(patch):
