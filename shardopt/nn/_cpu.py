@@ -13,7 +13,7 @@ from shardopt.mesh import device_kind, device_kind_or_default, is_analysed
 
 
 def runs_on_cpu() -> bool:
-    """Return whether the program under trace is for a CPU, and arrays are those of one device.
+    """Return whether the program under trace is for a CPU, and one device holds each array whole.
 
     An analysis sees the plain form of a layer.
     """
@@ -29,10 +29,10 @@ def queries_at_a_time(length: int) -> int:
 
 
 def takes_matrices(subscripts: str) -> bool:
-    """Return whether a product is to run as `product_of_matrices`: if its dims are those of rows of
-    tokens and of a matrix, in order, under the mesh of a strategy on CPU.
+    """Return whether a product runs as `product_of_matrices`.
 
-    A strategy differentiates in reverse. Elsewhere a user may differentiate forward, as for a
+    It does under the mesh of a strategy on CPU, if it multiplies rows of tokens by a matrix, and
+    all dims are in order. A strategy differentiates in reverse. Elsewhere a user may differentiate forward, as for a
     product with the Hessian, and `custom_vjp` refuses that.
     """
     if not (runs_on_cpu() and device_kind() == "cpu"):

@@ -308,9 +308,8 @@ class _Launcher:
         if job.max_restarts:
             self.environment |= self.vaults.environment() | _cache_environment(job.log_dir)
         watch = None
-        if (
-            job.hang_timeout is not None and job.hosts.are_one
-        ):  # else `initialize` starts a watchdog
+        # on several hosts `initialize` starts a watchdog
+        if job.hang_timeout is not None and job.hosts.are_one:
             watch = Watch(self.count, job.hang_timeout, say=job.say)
         with contextlib.closing(watch) if watch else contextlib.nullcontext():
             command = job.command_of(self.attempt)

@@ -1,5 +1,6 @@
 """The loss of a batch of any number of rows, as totals and weights that add up over batches."""
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -108,7 +109,8 @@ class Totals:
     ) -> LossParts:
         """Return the parts of pieces, `slice(first row, end, rows of a piece)`."""
         starts = np.arange(pieces.start, pieces.stop, pieces.step)
-        counted = np.arange(-(-starts.size // self._group) * self._group) < starts.size
+        whole_groups = math.ceil(starts.size / self._group) * self._group
+        counted = np.arange(whole_groups) < starts.size
         rows = pieces.start + np.arange(counted.size * pieces.step)
         if pieces.start or rows.size != num_rows(self._config, batch):
             batch = self._select_rows(batch, np.minimum(rows, pieces.stop - 1))

@@ -66,10 +66,12 @@ def same_bits(config: StrategyConfig, slots: StepSlots) -> StepSlots:
 def _check(config: StrategyConfig) -> None:
     """Refuse a strategy whose bits would depend on the mesh."""
     sizes = config.mesh_shape
-    idle = [axis for axis in ("tensor", "pipeline", "context", "expert") if sizes.get(axis, 1) > 1]
+    cutting = [
+        axis for axis in ("tensor", "pipeline", "context", "expert") if sizes.get(axis, 1) > 1
+    ]
     shares = config.axes.num_all_row_shares
     refused = {
-        f"mesh axis {', '.join(map(repr, idle))} cuts sums inside of a tile": bool(idle),
+        f"mesh axis {', '.join(map(repr, cutting))} cuts sums inside of a tile": bool(cutting),
         f"{shares} devices hold rows, and a tree of two branches needs 1, 2, 4, 8, ...": bool(
             shares & (shares - 1)
         ),
@@ -301,21 +303,21 @@ class FencedUpdate:
         trace = trace_of(_merged(program))
         inputs = trace.jaxpr.invars
         results = trace.jaxpr.outvars
-        combined = {var for eqn in trace.jaxpr.eqns if _combines(eqn) for var in eqn.outvars}
-        by_element, read = slice_of(trace, results, stop={*inputs, *combined})
-        norms = [var for var in read if var in combined]
+        mixed = {var for eqn in trace.jaxpr.eqns if _combines(eqn) for var in eqn.outvars}
+        by_element, read = slice_of(trace, results, stop={*inputs, *mixed})
+        norms = [var for var in read if var in mixed]
         of_norms, sources = slice_of(trace, norms, stop=set(inputs))
         values = dict(zip(inputs, jax.tree.leaves(arguments), strict=True))
-        whole = [values[var] for var in sources]
+        whole_arrays = [values[var] for var in sources]
         if config.placement.opt_state:
             if not set(sources) <= set(inputs[: len(layout.trained)]):
                 problem = "the update combines elements of optimizer state or parameters."
                 with calling(config.strategy):
                     raise value_error(problem, fix="use ddp, or leave tile_rows out.")
             replicated = shardings(config.mesh, PartitionSpec())
-            whole = [jax.lax.with_sharding_constraint(x, replicated) for x in whole]
+            whole_arrays = [jax.lax.with_sharding_constraint(x, replicated) for x in whole_arrays]
         if norms:
-            numbers = fenced(part_of(trace, of_norms, sources, norms), *whole)
+            numbers = fenced(part_of(trace, of_norms, sources, norms), *whole_arrays)
             values |= dict(zip(norms, numbers, strict=True))
         shards = [values[var] for var in read]
         return with_leaves(shapes, fenced(part_of(trace, by_element, read, results), *shards))
