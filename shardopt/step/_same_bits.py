@@ -8,45 +8,37 @@ added in the upper part of the tree.
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
+from shardopt.collectives import all_gather
 from shardopt.config._axes import AxisTable
-from shardopt.config._config import StrategyConfig
-from shardopt.config._layout import Layout, shardings
-from shardopt.config._slots import OptimizerUpdate, StepInputs, StepSlots
-from shardopt.config._transformation import ExtraArgs
+from shardopt.config._config import DDP, StrategyConfig
+from shardopt.config._layout import Layout
+from shardopt.config._slots import StepInputs, StepSlots
 from shardopt.core import (
     PyTree,
     Weighted,
     calling,
-    is_key,
     value_error,
     wide_zeros,
     widened,
-    with_leaves,
 )
+from shardopt.core._block_model import as_block_model
 from shardopt.core._loss_parts import LossParts
 from shardopt.losses._batch_dims import num_rows
 from shardopt.losses._loss import loss_of_rows, step_key
 from shardopt.losses._metrics import combined, factor, objective
 from shardopt.losses._per_row import row_numbers
-from shardopt.losses._sums import cut, scale, sum_parts
+from shardopt.losses._sums import cut, leaf_wire, scale, sum_parts
 from shardopt.reducers._axis import all_gather_packed, all_to_all_packed
 from shardopt.reducers._mean import in_buckets
+from shardopt.step._fenced import FencedUpdate, fenced
 from shardopt.step._gradients import ExactSum, MicroBatches, PerDeviceView
-from shardopt.trace._jaxprs import jaxpr_params, nested_equations, shape_of
-from shardopt.trace._parts import inlined, part_of, slice_of, trace_of
-from shardopt.trace._primitives import ELEMENTWISE
-
-_MOVES = frozenset(["broadcast_in_dim", "cond", "jit", "reshape", "squeeze", "transpose"])
-"""Primitives that compute no number."""
 
 
 def same_bits(config: StrategyConfig, slots: StepSlots) -> StepSlots:
@@ -78,12 +70,13 @@ def _check(config: StrategyConfig) -> None:
         "a pipeline has another order of sums": config.schedule is not None,
         "the partitioner orders the sums of view='global'": config.loss.view == "global",
         "replicas that train apart have another sum on each mesh": config.per_replica,
+        "weights that a BlockModel rounds are gathered in 8 bits": config.gathers
+        and bool(getattr(as_block_model(config.loss.loss_fn), "rounded", None)),
         "a cross-check adds the bits of each device's own gradient": config.sums,
-        "gradients of sharded parameters are summed as they are gathered": config.placement.params,
     }
     problems = [problem for problem, holds in refused.items() if holds]
     if problems:
-        fix = "use ddp or zero on a mesh with the axes data and replica; or leave tile_rows out."
+        fix = "use a mesh with the axes data and replica; or leave tile_rows out."
         with calling(config.strategy):
             raise value_error(
                 "exact(tile_rows=...) cannot give the same bits on every mesh.", problems, fix
@@ -97,11 +90,22 @@ class Tiles(MicroBatches):
         self, config: StrategyConfig, layout: Layout, inputs: StepInputs
     ) -> tuple[list[jax.Array], LossParts]:
         """Return the sums of gradients over the tiles of this device, and loss parts [tiles, ...]."""
-        return _Tiles(config, layout, inputs).gradients()
+        return _tiles(config, layout, inputs).gradients()
 
     def losses(self, config: StrategyConfig, layout: Layout, inputs: StepInputs) -> LossParts:
         """Return the loss parts of the tiles of this device, [tiles, ...]."""
-        return _not_differentiated(_Tiles(config, layout, inputs).losses)(inputs.params)
+        tiles = _tiles(config, layout, inputs)
+        return _not_differentiated(tiles.losses)(tiles.inputs.params)
+
+
+def _tiles(config: StrategyConfig, layout: Layout, inputs: StepInputs) -> "_Tiles":
+    """Return the tiles of one device, for which parameters are gathered once."""
+    # combinators and cross-checks change the config of a strategy that was checked
+    _check(config)
+    if config.gathers:
+        wires = [leaf_wire(config.wire, plan) for plan in layout.plans]
+        inputs = inputs._replace(params=all_gather(inputs.params, wires))
+    return _Tiles(config.replace(placement=DDP, gather_dtype=None), layout, inputs)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,8 +117,6 @@ class _Tiles:
     inputs: StepInputs
 
     def gradients(self) -> tuple[list[jax.Array], LossParts]:
-        # combinators and cross-checks change the config of a strategy that was checked
-        _check(self.config)
         params = self.inputs.params
         trained = self.layout.trained_leaves(params)
         weights = None
@@ -272,123 +274,3 @@ class TreeSum(ExactSum):
             scale(grad, remaining_factor).astype(plan.dtype)
             for grad, plan in zip(sums, layout.trained, strict=True)
         ], state
-
-
-@dataclasses.dataclass(frozen=True)
-class FencedUpdate:
-    """An update as two programs of their own, which fuse with no sum: it fills the slot `update`.
-
-    The first computes the values that combine elements, such as norms, from whole arrays. The second
-    computes each element by itself, so devices may hold shards of it.
-    """
-
-    update: OptimizerUpdate
-
-    def __call__(
-        self,
-        config: StrategyConfig,
-        layout: Layout,
-        grads: PyTree,
-        opt_state: PyTree,
-        params: PyTree,
-        extra_args: ExtraArgs,
-    ) -> tuple[PyTree, PyTree]:
-        """Return the updates and the new optimizer state."""
-
-        def run(grads, opt_state, params):
-            return self.update(config, layout, grads, opt_state, params, extra_args)
-
-        arguments = grads, opt_state, params
-        program, shapes = jax.make_jaxpr(run, return_shape=True)(*arguments)
-        trace = trace_of(_merged(program))
-        inputs = trace.jaxpr.invars
-        results = trace.jaxpr.outvars
-        mixed = {var for eqn in trace.jaxpr.eqns if _combines(eqn) for var in eqn.outvars}
-        by_element, read = slice_of(trace, results, stop={*inputs, *mixed})
-        norms = [var for var in read if var in mixed]
-        of_norms, sources = slice_of(trace, norms, stop=set(inputs))
-        values = dict(zip(inputs, jax.tree.leaves(arguments), strict=True))
-        whole_arrays = [values[var] for var in sources]
-        if config.placement.opt_state:
-            if not set(sources) <= set(inputs[: len(layout.trained)]):
-                problem = "the update combines elements of optimizer state or parameters."
-                with calling(config.strategy):
-                    raise value_error(problem, fix="use ddp, or leave tile_rows out.")
-            replicated = shardings(config.mesh, PartitionSpec())
-            whole_arrays = [jax.lax.with_sharding_constraint(x, replicated) for x in whole_arrays]
-        if norms:
-            numbers = fenced(part_of(trace, of_norms, sources, norms), *whole_arrays)
-            values |= dict(zip(norms, numbers, strict=True))
-        shards = [values[var] for var in read]
-        return with_leaves(shapes, fenced(part_of(trace, by_element, read, results), *shards))
-
-    def describe(self, config: StrategyConfig, layout: Layout) -> None:
-        """Return None: nothing is divided between owners."""
-
-
-def _combines(eqn: JaxprEqn) -> bool:
-    """Return whether a result of an equation depends on several elements of an operand."""
-    return not {inner.primitive.name for inner in nested_equations(eqn)} <= ELEMENTWISE | _MOVES
-
-
-def fenced(f: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """Return `f(*args)` as a program of its own: XLA fuses nothing outside of it with its numbers.
-
-    XLA:CPU drops an `optimization_barrier` before it fuses, and inlines a loop of one turn. It
-    keeps a branch of a condition that it does not know.
-    """
-    leaves = jax.tree.leaves(args)
-    numbers = [x for x in leaves if not is_key(x) and x.size]
-    number = jnp.real(min(numbers, key=jnp.size).reshape(-1)[0])
-    always = (number < 0) | (number >= 0) | (number != number)
-    program, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
-    run = jaxpr_as_fun(_merged(program))
-
-    def never(*leaves):
-        return [jnp.zeros(x.shape, x.dtype) for x in jax.tree.leaves(shapes)]
-
-    return with_leaves(shapes, jax.lax.cond(always, run, never, *leaves))
-
-
-def _merged(program: ClosedJaxpr) -> ClosedJaxpr:
-    """Return a program with inner functions inlined, and equal operations merged.
-
-    XLA merges them before it simplifies on several devices, and later on one device. It turns
-    quotients by the same number into products if they are merged by then.
-    """
-    program = jax.make_jaxpr(lambda *args: inlined(program.jaxpr, program.consts, args))(
-        *program.in_avals
-    )
-    first_names = {}
-    first_results = {}
-    equations = []
-
-    def name(atom):
-        return atom if isinstance(atom, Literal) else first_names.get(atom, atom)
-
-    for eqn in itertools.chain.from_iterable(map(_with_broadcast, program.jaxpr.eqns)):
-        params = jax.tree.map(lambda x: _merged(x) if isinstance(x, ClosedJaxpr) else x, eqn.params)
-        operands = [name(atom) for atom in eqn.invars]
-        eqn = eqn.replace(invars=operands, params=params)
-        texts = [str((x.aval, x.val)) if isinstance(x, Literal) else x for x in operands]
-        key = eqn.primitive, str(params), *texts
-        if eqn.effects or jaxpr_params(eqn) or key not in first_results:
-            first_results[key] = eqn.outvars
-            equations.append(eqn)
-        else:
-            first_names |= dict(zip(eqn.outvars, first_results[key], strict=True))
-    results = [name(atom) for atom in program.jaxpr.outvars]
-    return ClosedJaxpr(program.jaxpr.replace(eqns=equations, outvars=results), program.consts)
-
-
-def _with_broadcast(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """Return an equation; of a quotient by a scalar, the broadcast that lowering adds, and it."""
-    if eqn.primitive is not jax.lax.div_p:
-        return [eqn]
-    numerator, divisor = eqn.invars
-    shape = shape_of(eqn.outvars[0])
-    if not shape or shape_of(divisor) or isinstance(divisor, Literal):
-        return [eqn]
-    (broadcast,) = jax.make_jaxpr(lambda x: jax.lax.broadcast(x, shape))(divisor.aval).jaxpr.eqns
-    broadcast = broadcast.replace(invars=[divisor])
-    return [broadcast, eqn.replace(invars=[numerator, *broadcast.outvars])]

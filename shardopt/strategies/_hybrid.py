@@ -15,7 +15,7 @@ from shardopt.config._options import HybridOptions
 from shardopt.config._program_check import ProgramCheck
 from shardopt.config._slots import StepSlots
 from shardopt.config._user_mesh import Axes, read_mesh
-from shardopt.core import check_choice, check_count, plural, quoted, type_error, value_error
+from shardopt.core import check_choice, plural, quoted, type_error, value_error
 from shardopt.core._block_model import BlockModel, as_block_model
 from shardopt.losses._sums import sum_parts
 from shardopt.pipeline import Schedule, schedules
@@ -164,7 +164,7 @@ def hybrid(
             f"remat must be True, False or a string that BlockModel.remat can be, got {remat!r}."
         )
         raise type_error(problem, fix="give a policy to the model: model._replace(remat=policy).")
-    check_count("micro_batches", micro_batches, minimum=1)
+    options = {"micro_batches": micro_batches, **options}
     config = configure("hybrid", tx, mesh, blocks, _PLACEMENTS[placement], options)
     sizes = read_mesh(config.mesh, config.axis_names, pipelined=True)[0].shape
     num_stages = sizes["pipeline"]
@@ -182,7 +182,6 @@ def hybrid(
         check = _with_permutes_checked(check, sizes)
     config = config.replace(
         loss_fn=blocks,
-        micro_batches=micro_batches,
         min_shard_elements=config.layout.min_shard_elements if config.placement.opt_state else 1,
         check=check,
     )

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,13 @@ OPTIMIZERS = {
     "muon": optax.contrib.muon(0.01),
     "adafactor": optax.adafactor(0.01),
     "multi_steps": optax.MultiSteps(optax.adam(0.01), 2),
+}
+
+
+PLACEMENTS = {
+    "zero1": functools.partial(so.zero, stage=1, min_shard_elements=1),
+    "zero2": functools.partial(so.zero, stage=2, min_shard_elements=1),
+    "fsdp": functools.partial(so.fsdp, min_shard_elements=1),
 }
 
 
@@ -111,19 +119,55 @@ def test_every_mesh_has_the_same_bits(optimizer, loss, mesh_of):
     assert len(set(digests.values())) == 1, digests
 
 
+SHARDED = [
+    *itertools.product(PLACEMENTS, OPTIMIZERS, ["weighted"]),
+    *itertools.product(PLACEMENTS, ["adamw"], ["two_terms", "of_row"]),
+]
+BY_DEFAULT = ("zero2", "adamw", "weighted"), ("fsdp", "muon", "weighted")
+
+
 @pytest.mark.parametrize(
-    ("stage", "optimizer"),
-    tiered(
-        [(2, "adamw"), (1, "adamw"), (2, "sgd"), (1, "multi_steps")],
-        lambda row: row == (2, "adamw"),
-        ids=str,
-    ),
+    ("placement", "optimizer", "loss"), tiered(SHARDED, lambda row: row in BY_DEFAULT, ids=str)
 )
-def test_sharded_optimizer_state_has_the_same_bits(stage, optimizer, mesh_of):
-    zero = functools.partial(so.zero, stage=stage, min_shard_elements=1)
-    sharded = make({"replica": 2, "data": 4}, mesh_of, optimizer, strategy=zero)
-    replicated = make({"data": 1}, mesh_of, optimizer)
+def test_sharded_state_has_the_same_bits(placement, optimizer, loss, mesh_of):
+    sizes = {"replica": 2, "data": 4}
+    sharded = make(sizes, mesh_of, optimizer, loss, strategy=PLACEMENTS[placement])
+    replicated = make({"data": 1}, mesh_of, optimizer, loss)
     assert history(sharded)[0] == history(replicated)[0]
+
+
+def blocks_of(params):
+    """Return a model of two blocks, and its parameters."""
+
+    def embed(outer, batch):
+        return jnp.tanh(batch["x"] @ outer["in"])
+
+    def block(weights, x):
+        return x + jax.nn.gelu(x @ weights["hidden"]) * weights["scale"][None]
+
+    def loss(outer, x, batch):
+        log_probabilities = jax.nn.log_softmax(x @ outer["out"])
+        return -jnp.take_along_axis(log_probabilities, batch["y"][:, None], axis=1).mean()
+
+    blocks = {name: np.stack([params[name], params[name] / 2]) for name in ("hidden", "scale")}
+    outer = {name: params[name] for name in ("in", "out")}
+    return so.BlockModel(embed, block, loss), {"blocks": blocks, **outer}
+
+
+@pytest.mark.parametrize(
+    "strategy", tiered([PLACEMENTS["fsdp"], so.hybrid], lambda strategy: strategy is so.hybrid)
+)
+def test_blocks_have_the_same_bits(strategy, mesh_of):
+    model, params = blocks_of(PARAMS)
+    digests = set()
+    for make_strategy, sizes in [(so.ddp, {"data": 1}), (strategy, {"replica": 2, "data": 2})]:
+        options = {"reducer": TILES, "micro_batches": 1}
+        opt = make_strategy(OPTIMIZERS["adamw"], mesh_of(**sizes), model, **options)
+        state = opt.init(params)
+        for seed in range(3):
+            state, metrics = opt.step(state, batch_of(16, seed))
+        digests.add(digest((state.params, state.opt_state, metrics)))
+    assert len(digests) == 1
 
 
 @pytest.mark.slow
@@ -150,8 +194,8 @@ def test_without_tiles_meshes_differ(mesh_of):
 def test_evaluations_have_the_same_bits(rows, mesh_of):
     """Rows that tiles do not divide are tiles of one row."""
     values = set()
-    for sizes in ({"data": 1}, {"replica": 2, "data": 4}):
-        opt = make(sizes, mesh_of, evaluate_fn=evaluated)
+    for sizes, strategy in (({"data": 1}, so.ddp), ({"replica": 2, "data": 4}, PLACEMENTS["fsdp"])):
+        opt = make(sizes, mesh_of, strategy=strategy, evaluate_fn=evaluated)
         evaluate = so.training.evaluation(opt, [batch_of(rows, 10)])
         values.add(digest(evaluate(opt.init(PARAMS))))
     assert len(values) == 1
@@ -161,6 +205,13 @@ def test_evaluations_have_the_same_bits(rows, mesh_of):
 def test_micro_batches_change_no_bit(mesh_of):
     """A tile is a micro-batch."""
     first, second = (make({"data": 2}, mesh_of, micro_batches=count) for count in (1, 4))
+    assert history(first)[0] == history(second)[0]
+
+
+@pytest.mark.slow
+def test_parameters_gathered_in_half_precision_have_the_same_bits(mesh_of):
+    options = {"strategy": PLACEMENTS["fsdp"], "gather_dtype": jnp.bfloat16}
+    first, second = (make(sizes, mesh_of, **options) for sizes in (MESHES[0], MESHES[2]))
     assert history(first)[0] == history(second)[0]
 
 
@@ -197,12 +248,17 @@ def test_half_precision_and_running_statistics_have_the_same_bits(mesh_of):
 
 
 @pytest.mark.slow
-def test_a_run_that_changes_its_mesh_has_the_same_bits(mesh_of, tmp_path):
+def test_a_run_that_changes_its_mesh_and_placement_has_the_same_bits(mesh_of, tmp_path):
     expected = history(make({"data": 1}, mesh_of))[0][-1]
-    for step, sizes in enumerate(
-        [{"data": 8}, {"data": 2}, {"replica": 2, "data": 2}, {"data": 1}]
+    for step, (sizes, strategy) in enumerate(
+        [
+            ({"data": 8}, PLACEMENTS["fsdp"]),
+            ({"data": 2}, PLACEMENTS["zero2"]),
+            ({"replica": 2, "data": 2}, PLACEMENTS["fsdp"]),
+            ({"data": 1}, so.ddp),
+        ]
     ):
-        opt = make(sizes, mesh_of)
+        opt = make(sizes, mesh_of, strategy=strategy)
         if step:
             state = so.restore(tmp_path / str(step), opt)
         else:
@@ -247,15 +303,10 @@ def test_what_cannot_have_the_same_bits_is_refused(case, mesh_of):
 
 
 @pytest.mark.fast
-def test_sharded_parameters_are_refused(mesh_of):
-    with pytest.raises(ValueError, match="gradients of sharded parameters are summed"):
-        make({"data": 2}, mesh_of, strategy=so.fsdp)
-
-
-def test_norms_of_sharded_state_are_refused(mesh_of):
-    opt = make({"data": 2}, mesh_of, "lamb", strategy=so.zero)
-    with pytest.raises(ValueError, match="the update combines elements of optimizer state"):
-        opt.step(opt.init(PARAMS), batch_of(16, 0))
+def test_weights_that_are_gathered_in_8_bits_are_refused(mesh_of):
+    model = blocks_of(PARAMS)[0]._replace(rounded={"hidden": so.nn.Rounding("int8")})
+    with pytest.raises(ValueError, match="weights that a BlockModel rounds are gathered in 8 bits"):
+        so.fsdp(optax.sgd(0.1), mesh_of(data=2), model, reducer=TILES)
 
 
 def test_an_optimizer_that_differentiates_the_loss_is_refused(mesh_of):
@@ -264,11 +315,12 @@ def test_an_optimizer_that_differentiates_the_loss_is_refused(mesh_of):
         opt.step(opt.init(PARAMS), batch_of(16, 0))
 
 
-@pytest.mark.parametrize("rows", [4, 14])
-def test_rows_that_are_no_tiles_on_each_device_are_refused(rows, mesh_of):
-    opt = make({"data": 4}, mesh_of)
+@pytest.mark.parametrize(("rows", "strategy"), [(4, so.ddp), (14, so.hybrid)])
+def test_rows_that_are_no_tiles_on_each_device_are_refused(rows, strategy, mesh_of):
+    model, params = blocks_of(PARAMS)
+    opt = strategy(optax.sgd(0.1), mesh_of(data=4), model, reducer=TILES, micro_batches=1)
     with pytest.raises(ValueError, match=f"batch of {rows} is not divisible by 4 .* x 2 rows of a"):
-        opt.step(opt.init(PARAMS), batch_of(rows, 0))
+        opt.step(opt.init(params), batch_of(rows, 0))
 
 
 def test_replicas_that_train_apart_are_refused(mesh_of):
