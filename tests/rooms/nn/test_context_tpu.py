@@ -80,7 +80,8 @@ def test_hops_run_beside_products(topology, implementation):
 
 
 def test_memory_is_linear_in_positions():
+    """Eight times the positions: bytes of a position stay, but for the tiles that XLA chooses."""
     short, long = (
-        compiled("v5p:4x4x4", length, method="ring").memory_analysis() for length in (65536, 262144)
+        compiled("v5p:4x4x4", length, method="ring").memory_analysis() for length in (65536, 524288)
     )
-    assert 3 < long.temp_size_in_bytes / short.temp_size_in_bytes < 4.5
+    assert 6 < long.temp_size_in_bytes / short.temp_size_in_bytes < 12

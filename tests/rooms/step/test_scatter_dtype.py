@@ -2,6 +2,8 @@
 bytes of the sum halve.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -279,13 +281,16 @@ def test_on_tpu_every_micro_batch_is_scattered(make, options):
         "y": jax.ShapeDtypeStruct((64, 512), jnp.float32),
     }
 
-    def sent(dtype, micro_batches):
-        of = {**options, "micro_batches": micro_batches, "reducer": so.reducers.exact(dtype)}
+    def sent(dtype):
+        of = {**options, "micro_batches": 2, "reducer": so.reducers.exact(dtype)}
         report = so.planning.aot(
             lambda mesh: make(optax.sgd(RATE), mesh, MODEL, **of), params, batch, topology="v5e:2x4"
         )
         return report.audit.of(axis="data", min_bytes=65536).by_kind()["reduce-scatter"].wire_bytes
 
-    wide = sent(None, 2)
-    assert wide == 2 * sent(None, 1)
-    assert wide == 2 * sent(jnp.bfloat16, 2)
+    # A single micro-batch is no reference: XLA may choose an all-reduce for it
+    # (docs/notes/tpu_compiler.md).
+    matrices = [shapes["blocks"]["up"], shapes["blocks"]["down"], shapes["in"]]
+    of_each_micro_batch = sum(4 * math.prod(shape) for shape in matrices) * 7 // 8
+    assert sent(None) == 2 * of_each_micro_batch
+    assert sent(jnp.bfloat16) == of_each_micro_batch
