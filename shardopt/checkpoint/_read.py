@@ -1,7 +1,9 @@
 """`restore`: check everything, then read each shard on the process of its device."""
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -12,7 +14,13 @@ from shardopt.checkpoint._listing import listing, tell
 from shardopt.checkpoint._match import NewChain
 from shardopt.checkpoint._multihost import on_primary_process
 from shardopt.checkpoint._new_chain import Chain, fill_new_chain, without_params
-from shardopt.checkpoint._record import MANIFEST_NAME, RECORD_NAME, Meta, read_meta, verify
+from shardopt.checkpoint._record import (
+    MANIFEST_NAME,
+    RECORD_NAME,
+    Meta,
+    read_meta,
+    verify,
+)
 from shardopt.checkpoint._replicas import as_stored, to_wanted
 from shardopt.checkpoint._run_folder import committed, interrupted, run_folder, step_folder
 from shardopt.checkpoint._store import StoredLeaves, describe, dtype_of
@@ -46,9 +54,10 @@ def restore(
     """Read a checkpoint into the placement of an optimizer: of any strategy, on any mesh.
 
     Every file is compared with its SHA-256 in the manifest, and every leaf's key path, shape and
-    dtype with the target, before any array is loaded. For an optimizer, a checkpoint is restored
-    completely or not at all. If the newest checkpoint is damaged, an older one is restored only if
-    `step` asks for it.
+    dtype with the target. One process compares large files of arrays while it reads them; all else
+    comes first. If a file differs, no state is returned. For an optimizer, a checkpoint is restored
+    completely or not at all. If the newest checkpoint is damaged, an older one is
+    restored only if `step` asks for it.
 
     With several processes all must call it.
 
@@ -57,7 +66,7 @@ def restore(
       target: the optimizer to continue with; it need not have seen parameters. Or an abstract
         state: a pytree of `jax.ShapeDtypeStruct` with shardings, in the form of the saved state,
         such as `opt.abstract_state()`, or a part of it, such as `{"params": {"backbone": ...}}`.
-        Only the arrays of the part are read, so their files are compared by size, without SHA-256.
+        Only the arrays of the part are read, so large files of arrays are compared by size alone.
         The names of other leaves are printed. A `TrainState` is no part, unless a field of it is
         None or ().
       step: the number of the checkpoint; by default the newest.
@@ -139,14 +148,12 @@ def load(
     path = run_folder(directory)
     chosen_step = on_primary_process(lambda: _choose_step(path, step))
     folder = step_folder(path, chosen_step)
-    is_part = False
-    if not isinstance(target, ShardedOptimizer):
-        _check_undamaged(path, chosen_step, arrays=False)
-        stored = read_meta(folder).leaves
-        is_part = not stored.keys() <= _asked_for(stored, target).keys()
-    if not is_part:
-        _check_undamaged(path, chosen_step)
+    _check_undamaged(path, chosen_step, verify(folder, arrays=False))
     meta = read_meta(folder)
+    is_part = (
+        not isinstance(target, ShardedOptimizer)
+        and not meta.leaves.keys() <= _asked_for(meta.leaves, target).keys()
+    )
     source = f"step {chosen_step} in {path}"
 
     def read(abstract_state: PyTree) -> PyTree:
@@ -154,25 +161,28 @@ def load(
         check_sums(source, state, meta.sums)
         return state
 
-    record = meta.extra.pop(KEY, None)
-    has_hash = record is not None and not (is_part and params is None)
-    if not has_hash and not isinstance(target, ShardedOptimizer):
-        return _fill_part(source, meta, target, read), meta
-    patterns = check_hash(source, record, params) if has_hash else ()
-    wanted_state: PyTree = target
-    if isinstance(target, ShardedOptimizer):
-        has_params = params is not None and (has_hash or new_chain is not False)
-        shapes = jax.eval_shape(lambda: params) if has_params else abstract_params
-        wanted_state = _abstract_state(target, meta, shapes)
+    with contextlib.nullcontext() if is_part else _comparing(path, chosen_step):
+        record = meta.extra.pop(KEY, None)
+        has_hash = record is not None and not (is_part and params is None)
+        if not has_hash and not isinstance(target, ShardedOptimizer):
+            return _fill_part(source, meta, target, read), meta
+        patterns = check_hash(source, record, params) if has_hash else ()
+        wanted_state: PyTree = target
+        if isinstance(target, ShardedOptimizer):
+            has_params = params is not None and (has_hash or new_chain is not False)
+            shapes = jax.eval_shape(lambda: params) if has_params else abstract_params
+            wanted_state = _abstract_state(target, meta, shapes)
 
-    def with_all_params(state: PyTree) -> PyTree:
-        return with_hashed(state, wanted_state.params, params, patterns) if patterns else state
+        def with_all_params(state: PyTree) -> PyTree:
+            return with_hashed(state, wanted_state.params, params, patterns) if patterns else state
 
-    chain = None
-    if new_chain is not False:
-        chain = Chain(new_chain, lambda state: target.init(with_all_params(state).params), params)
-    stored_state = without_hashed(wanted_state, patterns) if patterns else wanted_state
-    return with_all_params(_fill(source, meta, stored_state, read, chain)), meta
+        chain = None
+        if new_chain is not False:
+            chain = Chain(
+                new_chain, lambda state: target.init(with_all_params(state).params), params
+            )
+        stored_state = without_hashed(wanted_state, patterns) if patterns else wanted_state
+        return with_all_params(_fill(source, meta, stored_state, read, chain)), meta
 
 
 def check_target(
@@ -373,17 +383,27 @@ def _check_is_ours(folder: Path) -> None:
         raise CheckpointError(error_text(problem, fix=fix))
 
 
-def _check_undamaged(directory: Path, step: int, *, arrays: bool = True) -> None:
-    """Refuse a step whose files differ from the files that were written.
-
-    Args:
-      directory: the folder of the run.
-      step: the number of the checkpoint.
-      arrays: whether all bytes of the arrays are read and compared; else their files' sizes only.
+@contextlib.contextmanager
+def _comparing(directory: Path, step: int) -> Iterator[None]:
+    """Compare all bytes of a step with their digests while a block reads them. Refuse a damaged step
+    when the block ends, also if reading it failed.
     """
-    damage_lines = verify(step_folder(directory, step), arrays=arrays)
+    with ThreadPoolExecutor(1) as thread:
+        damage_lines = thread.submit(verify, step_folder(directory, step))
+        if jax.process_count() > 1:
+            # orbax waits for all processes: none may begin to read if another would fail
+            _check_undamaged(directory, step, damage_lines.result())
+        try:
+            yield
+        finally:
+            _check_undamaged(directory, step, damage_lines.result())
+
+
+def _check_undamaged(directory: Path, step: int, damage_lines: list[str]) -> None:
+    """Refuse a step if `verify` found files that differ from the files that were written."""
     if not damage_lines:
         return
+    damage_lines = verify(step_folder(directory, step))  # of arrays too
     # A silent return to an older step would lose work or hide a failing disk. So the message names
     # an intact step.
     fix = "bring the files back from a copy; no earlier step is intact."

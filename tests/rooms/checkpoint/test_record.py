@@ -134,13 +134,32 @@ def test_an_explicit_step_is_checked_as_well(run, trained, damage_of):
     )
 
 
-def test_nothing_is_read_from_a_damaged_checkpoint(run, trained, damage_of, monkeypatch):
+def test_nothing_is_read_from_a_damaged_record(run, trained, damage_of, monkeypatch):
+    flip(find(run / "3", "record"))
     flip(find(run / "3", "data"))
     monkeypatch.setattr("shardopt.checkpoint._store.read_arrays", None)
     monkeypatch.setattr("shardopt.checkpoint._read.read_meta", None)
-    assert damage_of(lambda: restore(run, trained[0])).startswith(
-        f"restore: step 3 in {run} is damaged.\n"
-    )
+    lines = damage_of(lambda: restore(run, trained[0])).split("\n")
+    assert lines[0] == f"restore: step 3 in {run} is damaged."
+    assert len(lines) == 4  # both files are named
+
+
+@pytest.mark.parametrize("can_read", [True, False])
+def test_no_state_is_returned_from_damaged_arrays(can_read, run, trained, damage_of, monkeypatch):
+    flip(find(run / "3", "data"))
+    monkeypatch.setattr("shardopt.checkpoint._record.SMALL_BYTES", 0)
+    asked = []
+
+    def read_arrays(folder, target):
+        asked.append(folder)
+        if not can_read:
+            raise ValueError("invalid chunk")
+        return target
+
+    monkeypatch.setattr("shardopt.checkpoint._store.read_arrays", read_arrays)
+    lines = damage_of(lambda: restore(run, trained[0])).split("\n")
+    assert asked == [run / "3"]
+    assert lines[0] == f"restore: step 3 in {run} is damaged."
 
 
 def test_a_forged_manifest_is_noticed(run, trained, damage_of):
