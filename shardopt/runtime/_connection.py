@@ -16,9 +16,8 @@ from shardopt.core._place import (
     slurm_tasks,
     stated_place,
 )
+from shardopt.runtime._progress import LISTEN_ADDRESS
 
-LISTEN_ADDRESS = "SHARDOPT_LISTEN_ADDRESS"
-"""The environment variable with the only address at which jax listens in this process."""
 _DETECTED_BY_JAX = (
     "OMPI_MCA_orte_hnp_uri",
     "JAX_COORDINATOR_ADDRESS",

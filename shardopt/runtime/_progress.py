@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -46,6 +46,9 @@ for stacks.
 
 HANG_TIMEOUT = "SHARDOPT_HANG_TIMEOUT"
 """The environment variable with the seconds of `so.runtime.watchdog`, which `initialize` then calls."""
+
+LISTEN_ADDRESS = "SHARDOPT_LISTEN_ADDRESS"
+"""The environment variable with the only address at which a process listens."""
 
 HUNG = 124
 """Exit code of a process that was ended because the job hangs; timeout(1) uses it too."""
@@ -178,19 +181,17 @@ def current() -> dict[str, object]:
     return {"pid": os.getpid(), "host": host, "lanes": lanes}
 
 
-def start_reports(rank: int, environment: "os._Environ[str] | dict[str, str]" = os.environ) -> bool:
+def start_reports(rank: int, environment: Mapping[str, str] = os.environ) -> bool:
     """Start a thread that reports to the watch in the environment.
 
     Return False if there is no watch.
     """
     if ADDRESS not in environment:
         return False
-    host, _, port = environment[ADDRESS].rpartition(":")
     stacks = open_stacks(Path(environment[STACKS])) if STACKS in environment else None
-    watch_address = (host, int(port))
-    arguments = (rank, watch_address, environment[TOKEN].encode(), float(environment[BEAT]), stacks)
     _reported.set()
     mark(START, 0)
+    arguments = (rank, environment, stacks)
     threading.Thread(target=_report, args=arguments, daemon=True, name="progress").start()
     return True
 
@@ -212,24 +213,44 @@ def open_stacks(path: Path) -> int:
     return descriptor
 
 
-def _report(
-    rank: int, watch_address: tuple[str, int], token: bytes, beat: float, stacks: int | None
-) -> None:
+def _report(rank: int, environment: Mapping[str, str], stacks: int | None) -> None:
     """Report until the watch is gone, and answer its requests."""
+    host, _, port = environment[ADDRESS].rpartition(":")
+    timeout = float(environment[HANG_TIMEOUT])
     try:
-        with Client(watch_address, authkey=token) as watch:
+        with Client((host, int(port)), authkey=environment[TOKEN].encode()) as watch:
+            _limit_silence(watch, timeout)
             atexit.register(_send_bye, watch, rank, os.getpid())
             while True:
                 _send(watch, {"rank": rank, **current()})
-                if watch.poll(beat):
+                if watch.poll(float(environment[BEAT])):
                     _answer(watch, rank, watch.recv_bytes(64), stacks)
     except (OSError, EOFError) as error:  # the watch is gone
-        # the launcher reports it otherwise
-        if not _exiting.is_set() and "SHARDOPT_LAUNCHED" not in os.environ:
+        # a launcher with an address of its own reports it
+        if not _exiting.is_set() and ADDRESS not in os.environ:
+            last = _lanes[MAIN]
+            problem = type(error).__name__
+            if isinstance(error, TimeoutError):
+                problem = (
+                    f"nothing was heard for {timeout:g} s from {host}, the host of process 0:"
+                    " it died, or its network did"
+                )
             print(
-                f"watchdog: process {rank} is no longer watched ({type(error).__name__}).",
+                f"watchdog: process {rank} is no longer watched, at step {last.step} in phase"
+                f" {last.phase!r}: {problem}.",
                 file=sys.stderr,
             )
+
+
+def _limit_silence(connection: Connection, seconds: float) -> None:
+    """Let a connection fail whose other host has not acknowledged a message for so long.
+
+    Linux can say so; elsewhere the system decides, after minutes.
+    """
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return
+    with socket.socket(fileno=os.dup(connection.fileno())) as shared:
+        shared.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(seconds * 1000))
 
 
 def _answer(watch: Connection, rank: int, request: bytes, stacks: int | None) -> None:

@@ -28,6 +28,7 @@ if __name__ == "__main__":  # the program starts without importing shardopt
     from _progress import (
         ADDRESS,
         BEAT,
+        HANG_TIMEOUT,
         MAIN,
         START,
         TOKEN,
@@ -35,7 +36,15 @@ if __name__ == "__main__":  # the program starts without importing shardopt
     )  # pyright: ignore[reportMissingImports]
 else:
     from shardopt.runtime._messages import MessageServer
-    from shardopt.runtime._progress import ADDRESS, BEAT, MAIN, START, TOKEN, ProgressMark
+    from shardopt.runtime._progress import (
+        ADDRESS,
+        BEAT,
+        HANG_TIMEOUT,
+        MAIN,
+        START,
+        TOKEN,
+        ProgressMark,
+    )
 
 FIRST_TIME_FACTOR = 10
 """A phase may take this many timeouts the first time, since it may compile; so may the start of a
@@ -173,7 +182,12 @@ class Watch:
         self.port = self._server.port
         address = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{self.port}"
         beat = max(0.05, min(1.0, timeout / 10))
-        self.environment = {ADDRESS: address, TOKEN: token, BEAT: str(beat)}
+        self.environment = {
+            ADDRESS: address,
+            TOKEN: token,
+            BEAT: str(beat),
+            HANG_TIMEOUT: str(timeout),
+        }
 
     def check(self) -> Hang | None:
         """Return the hang of the job, or None."""
@@ -378,7 +392,7 @@ def main(arguments: Sequence[str]) -> int:
     watch = Watch(
         count,
         timeout,
-        host="0.0.0.0",
+        host=arguments[3],
         port=port,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )

@@ -44,6 +44,9 @@ def watchdog(hang_timeout: float, *, port: int = 0) -> None:
     3. The launcher of the job ends the others and starts the job again: `srun
        --kill-on-bad-exit=1`, or a JobSet with `backoffLimit: 0`.
 
+    If the host of process 0 dies, or is cut off, this program is gone too. Then the other processes
+    say so after `hang_timeout` seconds, and jax ends them.
+
     To get the stacks at any time, send SIGUSR2: they are written to a file in the folder for
     temporary files.
     """
@@ -70,11 +73,10 @@ def watchdog(hang_timeout: float, *, port: int = 0) -> None:
     else:
         ready_line = client.blocking_key_value_get(_KEY, 300_000)
     watch_info = json.loads(ready_line)
-    host = (
-        (global_state.coordinator_address or "127.0.0.1:0").rpartition(":")[0]
-        if rank
-        else "127.0.0.1"
-    )
+    if rank:
+        host = (global_state.coordinator_address or "127.0.0.1:0").rpartition(":")[0]
+    else:
+        host = os.environ.get(progress.LISTEN_ADDRESS, "127.0.0.1")
     stacks = Path(tempfile.mkdtemp(prefix="shardopt-")) / f"process-{rank}.stacks"
     local_environment = {
         progress.ADDRESS: f"{host}:{watch_info['port']}",
@@ -88,7 +90,9 @@ def _start(count: int, timeout: float, port: int) -> str:
 
     The program ends when this process does.
     """
-    command = [sys.executable, "-I", "-S", str(_WATCH), str(count), str(timeout), str(port)]
+    address = os.environ.get(progress.LISTEN_ADDRESS, "0.0.0.0")
+    arguments = [str(count), str(timeout), str(port), address]
+    command = [sys.executable, "-I", "-S", str(_WATCH), *arguments]
     program = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
