@@ -14,11 +14,11 @@ constant initial carry (an RNN's zeros), although the same loss runs on one devi
 from collections.abc import Callable, Sequence
 
 import jax
-from jax.extend.core import Jaxpr, jaxpr_as_fun
+from jax.extend.core import Jaxpr
 from jax.sharding import Mesh, PartitionSpec
 
 from shardopt.collectives._buckets import all_reduce_buckets
-from shardopt.core import PyTree, with_leaves
+from shardopt.core import PyTree
 from shardopt.mesh import mesh_under_trace, spec_axes, trace_without_mesh
 from shardopt.trace._jaxprs import equations
 
@@ -56,14 +56,16 @@ def per_device(
 
     def run(*args: PyTree) -> PyTree:
         try:
-            program, shapes = jax.make_jaxpr(in_manual_view(f, all_axes), return_shape=True)(*args)
+            # inlined as it was traced: evaluating a jaxpr would trace it again
+            inlined = jax.jit(in_manual_view(f, all_axes), inline=True)
+            program = inlined.trace(*args).jaxpr
         except ValueError as error:
             error_text = f"{error} {error.__cause__}"
         else:
             error_text = _CONSTRAINT_ERROR if _constrains_tensor(program.jaxpr) else ""
             # checks for NaN and infinity need to run the function itself
             if not (error_text or jax.debug_nans.value or jax.debug_infs.value):
-                return with_leaves(shapes, jaxpr_as_fun(program)(*jax.tree.leaves(args)))
+                return inlined(*args)
         if _CONSTRAINT_ERROR in error_text:
             return in_manual_view(f, all_axes - {TENSOR})(*args)
         return in_manual_view(

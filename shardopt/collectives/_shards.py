@@ -27,7 +27,7 @@ from shardopt.collectives._tiles import (
     joins_small_matrices,
 )
 from shardopt.collectives._wire import Encoded, LeafWire
-from shardopt.core import is_floating, is_inexact, replaced
+from shardopt.core import cast, is_floating, is_inexact, replaced
 from shardopt.core._checksum import checksum_of, to_limbs
 from shardopt.mesh import device_kind, device_kind_or_default
 
@@ -70,7 +70,7 @@ def all_gather(
     # written out.
     def backward(_, cotangents):
         local_grads = [
-            _local_gradient(cotangents[i], wires[i]).astype(stored[i].dtype) for i in differentiable
+            cast(_local_gradient(cotangents[i], wires[i]), stored[i].dtype) for i in differentiable
         ]
         gradient_wires = [wires[i].of_gradient for i in differentiable]
         sums = reduce_scatter(local_grads, gradient_wires, bucket_bytes=bucket_bytes)
@@ -143,7 +143,7 @@ def reduce_scatter(
         ]
         move = functools.partial(reduce_scatter_buckets, scatter=scatter, bucket_bytes=bucket_bytes)
         sent = _apply_where_sharded(move, sent, chosen)
-    return [x.astype(leaf.dtype) for x, leaf in zip(sent, leaves, strict=True)]
+    return [cast(x, leaf.dtype) for x, leaf in zip(sent, leaves, strict=True)]
 
 
 def _apply_where_sharded(
@@ -231,7 +231,7 @@ def _cast_in_place(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     half = x.dtype == jnp.float32 and dtype == jnp.bfloat16
     if half and is_tpu():
         x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    return x if x.dtype == dtype else x.astype(dtype)
+    return cast(x, dtype)
 
 
 def _as_bits_on_cpu(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:

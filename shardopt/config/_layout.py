@@ -1,5 +1,6 @@
 """The placement of every leaf of a train state, computed once per parameter structure."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar, get_args
 
@@ -162,7 +163,8 @@ def _owned_by_matrices(
 
 def shardings(mesh: Mesh, specs: PyTree) -> PyTree:
     """Return a tree of `NamedSharding` from one of `PartitionSpec`."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    sharding_of = functools.cache(functools.partial(NamedSharding, mesh))
+    return jax.tree.map(sharding_of, specs)
 
 
 def _trainable(treedef: TreeDef, plans: Sequence[LeafPlan], params: PyTree) -> PyTree:

@@ -282,7 +282,12 @@ def wide_dtype(dtype: DTypeLike) -> np.dtype:
 
 def widened(x: jax.Array) -> jax.Array:
     """Return an array in its `wide_dtype`."""
-    return x.astype(wide_dtype(x.dtype))
+    return cast(x, wide_dtype(x.dtype))
+
+
+def cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return an array in a dtype. One that has it is returned as is, such as a random key."""
+    return x if x.dtype == dtype else x.astype(dtype)
 
 
 def wide_zeros(tree: PyTree) -> PyTree:

@@ -14,6 +14,7 @@ from shardopt.config._config import StrategyConfig, WireOptions
 from shardopt.core import (
     Metric,
     PyTree,
+    cast,
     is_floating,
     is_inexact,
     is_key,
@@ -154,7 +155,7 @@ def all_reduce_grads(
 def scale(grad: jax.Array, factor: jax.Array) -> jax.Array:
     """Return `grad * factor`, computed in fp32 at least."""
     wide = wide_dtype(grad.dtype)
-    return (grad.astype(wide) * factor.astype(jnp.finfo(wide).dtype)).astype(grad.dtype)
+    return cast(cast(grad, wide) * cast(factor, jnp.finfo(wide).dtype), grad.dtype)
 
 
 def sum_parts(parts: LossParts, axes: AxisTable) -> LossParts:

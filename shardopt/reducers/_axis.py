@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core import PyTree, abstract, is_floating, plural, value_error
+from shardopt.core import PyTree, abstract, cast, is_floating, plural, value_error
 from shardopt.core._axis import AxisName, axis_names, axis_size
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ def agreeing_cond(
     computes with the argument.
     """
     args = jax.tree.map(
-        lambda x, abstract_x: x if x.dtype == abstract_x.dtype else x.astype(abstract_x.dtype),
+        lambda x, abstract_x: cast(x, abstract_x.dtype),
         args,
         abstract(args),
     )

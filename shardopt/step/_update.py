@@ -8,14 +8,13 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
 
 from shardopt.collectives import BUCKET_BYTES, LeafWire, all_gather, all_reduce, per_device
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.config._offload import to_host
 from shardopt.config._transformation import ExtraArgs, call_update, check_same_form, check_updates
-from shardopt.core import PyTree, widened
+from shardopt.core import PyTree, cast, widened
 from shardopt.core._loss_parts import Gradients
 from shardopt.losses._parts import check_updated
 from shardopt.mesh import spec_axes
@@ -139,14 +138,10 @@ def _replace_updated(
     leaves = layout.treedef.flatten_up_to(params)
     return layout.treedef.unflatten(
         [
-            _cast(updates[plan.path], plan.dtype) if plan.path in updates else leaf
+            cast(updates[plan.path], plan.dtype) if plan.path in updates else leaf
             for leaf, plan in zip(leaves, layout.plans, strict=True)
         ]
     )
-
-
-def _cast(value: jax.Array, dtype: DTypeLike) -> jax.Array:
-    return value if value.dtype == dtype else value.astype(dtype)  # a random key has no astype
 
 
 def gradient_norm(config: StrategyConfig, layout: Layout, grads: PyTree) -> jax.Array:
