@@ -3,9 +3,11 @@
 `examples/own_loops` has the loops, and for each link a diff with the lines that change.
 """
 
+import functools
 import itertools
 import json
 import re
+import runpy
 import sys
 import types
 from pathlib import Path
@@ -82,12 +84,10 @@ def train(loop, link, optimizer, monkeypatch, dtype="float64", batches=None):
     return module.train(optimizer, data.weights(dtype), batches)
 
 
-def data_of(dtype, monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    import data
-
-    monkeypatch.delitem(sys.modules, "data")
-    return data.weights(dtype), data.batches(dtype=dtype)
+@functools.cache
+def data_of(dtype):
+    data = runpy.run_path(str(FOLDER / "data.py"))
+    return data["weights"](dtype), data["batches"](dtype=dtype)
 
 
 def loss_fn(params, batch):
@@ -193,48 +193,94 @@ QUICK = list(zip(LOOPS, OPTIMIZERS, strict=False))
 )
 def test_zero_of_any_optimizer_equals_one_device(loop, name, monkeypatch, x64):
     optimizer = OPTIMIZERS[name]()
-    expected = train_on_one_device(optimizer, *data_of("float64", monkeypatch))
+    expected = train_on_one_device(optimizer, *data_of("float64"))
     params, state, _ = train(loop, "zero", optimizer, monkeypatch)
     check_equal(params, expected, 1e-6 if name == "soap" else 1e-9)
-    state_leaves = jax.tree.leaves(optimizer.init(data_of("float64", monkeypatch)[0]))
+    state_leaves = jax.tree.leaves(optimizer.init(data_of("float64")[0]))
     stored = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     small = 8 * 12 * len(state_leaves)  # counts, and the number of a device
     assert stored <= sum(leaf.nbytes for leaf in state_leaves) / DEVICES + small
 
 
+@functools.cache
+def trained_with_clipping():
+    clipped = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
+    return train_on_one_device(clipped, *data_of("float64"))
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 def test_clipping_clips_the_mean_gradient(loop, monkeypatch, x64):
-    optimizer = optax.sgd(0.1, momentum=0.9)
-    clipped = optax.chain(optax.clip_by_global_norm(0.5), optimizer)
-    expected = train_on_one_device(clipped, *data_of("float64", monkeypatch))
-    params, *_ = train(loop, "clip", optimizer, monkeypatch)
-    check_equal(params, expected, 1e-9)
+    params, *_ = train(loop, "clip", optax.sgd(0.1, momentum=0.9), monkeypatch)
+    check_equal(params, trained_with_clipping(), 1e-9)
+
+
+@functools.cache
+def trained_by_adam():
+    return train_on_one_device(optax.adam(1e-2), *data_of("float64"))
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_batch_that_is_not_finite_is_skipped_on_all_devices(loop, monkeypatch, x64):
-    weights, batches = data_of("float64", monkeypatch)
+    _, batches = data_of("float64")
     bad = jax.tree.map(np.copy, batches[2])
     bad["y"][5] = np.nan  # of one device
-    expected = train_on_one_device(optax.adam(1e-2), weights, batches)
     extended_batches = [*batches[:2], bad, *batches[2:]]
     params, *_ = train(
         loop, "skip_anomalies", optax.adam(1e-2), monkeypatch, batches=extended_batches
     )
-    check_equal(params, expected, 1e-9)
+    check_equal(params, trained_by_adam(), 1e-9)
+
+
+@functools.cache
+def trained_with_int8(has_layers):
+    reducer = so.reducers.error_feedback(so.reducers.int8())
+    average = so.transforms.average_gradients("data", reducer)
+    weights, batches = data_of("float32")
+    if has_layers:
+        weights = Layers(**weights)
+    return train_by_vmap(optax.chain(average, optax.sgd(0.05, momentum=0.9)), weights, batches)
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_int8_with_error_feedback_equals_its_plain_form(loop, monkeypatch):
-    optimizer = optax.sgd(0.05, momentum=0.9)
-    reducer = so.reducers.error_feedback(so.reducers.int8())
-    plain = optax.chain(so.transforms.average_gradients("data", reducer), optimizer)
-    weights, batches = data_of("float32", monkeypatch)
-    if loop == "equinox_filter_jit":  # blocks of int8 go over leaves in the order of the model
-        weights = Layers(**weights)
-    expected = train_by_vmap(plain, weights, batches)
-    params, *_ = train(loop, "int8", optimizer, monkeypatch, "float32")
+    # blocks of int8 go over leaves in the order of the model
+    expected = trained_with_int8(has_layers=loop == "equinox_filter_jit")
+    params, *_ = train(loop, "int8", optax.sgd(0.05, momentum=0.9), monkeypatch, "float32")
     check_equal(params, expected, 2e-5)
+
+
+@functools.cache
+def trained_apart(link):
+    """Return the parameters of copies that train apart, after they were averaged."""
+    optimizer = optax.adam(1e-2)
+    weights, batches = data_of("float64")
+    copies = [weights] * DEVICES
+    states = [optimizer.init(weights)] * DEVICES
+
+    @jax.jit
+    def step(params, state, batch):
+        updates, state = optimizer.update(jax.grad(loss_fn)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    @jax.jit
+    def averaged(copies, shared, outer_state):
+        mean = jax.tree.map(lambda *leaves: sum(leaves) / DEVICES, *copies)
+        if link == "diloco":
+            delta = jax.tree.map(lambda old, new: old - new, shared, mean)
+            updates, outer_state = OUTER.update(delta, outer_state, shared)
+            mean = optax.apply_updates(shared, updates)
+        return mean, outer_state
+
+    shared = weights
+    outer_state = OUTER.init(weights)
+    for number, batch in enumerate(batches):
+        for device in range(DEVICES):
+            rows = jax.tree.map(lambda x, d=device: np.split(x, DEVICES)[d], batch)
+            copies[device], states[device] = step(copies[device], states[device], rows)
+        if (number + 1) % EVERY == 0:
+            shared, outer_state = averaged(copies, shared, outer_state)
+            copies = [shared] * DEVICES
+    return copies[0]
 
 
 @pytest.mark.parametrize(
@@ -246,28 +292,5 @@ def test_int8_with_error_feedback_equals_its_plain_form(loop, monkeypatch):
     ),
 )
 def test_local_updates_equal_copies_that_train_apart(loop, link, monkeypatch, x64):
-    optimizer = optax.adam(1e-2)
-    weights, batches = data_of("float64", monkeypatch)
-    copies = [weights] * DEVICES
-    states = [optimizer.init(weights)] * DEVICES
-
-    @jax.jit
-    def step(params, state, batch):
-        updates, state = optimizer.update(jax.grad(loss_fn)(params, batch), state, params)
-        return optax.apply_updates(params, updates), state
-
-    shared = weights
-    outer_state = OUTER.init(weights)
-    for number, batch in enumerate(batches):
-        for device in range(DEVICES):
-            rows = jax.tree.map(lambda x, d=device: np.split(x, DEVICES)[d], batch)
-            copies[device], states[device] = step(copies[device], states[device], rows)
-        if (number + 1) % EVERY == 0:
-            mean = jax.tree.map(lambda *leaves: sum(leaves) / DEVICES, *copies)
-            if link == "diloco":
-                delta = jax.tree.map(lambda old, new: old - new, shared, mean)
-                updates, outer_state = OUTER.update(delta, outer_state, shared)
-                mean = shared = optax.apply_updates(shared, updates)
-            copies = [mean] * DEVICES
-    params, *_ = train(loop, link, optimizer, monkeypatch)
-    check_equal(params, copies[0], 1e-9)
+    params, *_ = train(loop, link, optax.adam(1e-2), monkeypatch)
+    check_equal(params, trained_apart(link), 1e-9)

@@ -3,6 +3,7 @@
 Each trajectory equals the trajectory of one device whose optimizer state is put together by hand.
 """
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -137,6 +138,18 @@ def joined_adam(old, new):
         for first, second in ((a.mu, b.mu), (a.nu, b.nu))
     )
     return (new[0]._replace(count=a.count, mu=mu, nu=nu), *new[1:])
+
+
+@functools.cache
+def strategy(name, tx):
+    """Return one strategy for a name and an optimizer, so that its programs are compiled once."""
+    return STRATEGIES[name](tx)
+
+
+@functools.cache
+def one_device_before(tx):
+    """Return the parameters and the state of one device at the save."""
+    return one_device(tx, make_params(), tx.init(make_params()), range(BEFORE))
 
 
 CLIP = optax.clip_by_global_norm(0.05)
@@ -318,10 +331,10 @@ def save_after_steps(folder, opt, count=BEFORE):
 )
 def test_what_both_chains_have_goes_on(chain, old, new, tmp_path):
     old_tx, new_tx, by_hand = CHAINS[chain]
-    save_after_steps(tmp_path, STRATEGIES[old](old_tx))
-    opt = STRATEGIES[new](new_tx)
+    save_after_steps(tmp_path, strategy(old, old_tx))
+    opt = strategy(new, new_tx)
     state = go_on(opt, so.restore(tmp_path, opt, new_chain=True))
-    params, old_state = one_device(old_tx, make_params(), old_tx.init(make_params()), range(BEFORE))
+    params, old_state = one_device_before(old_tx)
     opt_state = by_hand(old_state, new_tx.init(params))
     assert_same(state, *one_device(new_tx, params, opt_state, range(BEFORE, BEFORE + AFTER)))
 
@@ -371,8 +384,8 @@ def test_each_replica_goes_on_with_its_own_state(chain, tmp_path):
     old_tx, new_tx, by_hand = CHAINS[chain]
 
     def make(tx):
-        strategy = STRATEGIES["replicas"](tx)
-        return so.diloco(strategy, sync_every=50, outer=optax.sgd(0.7, momentum=0.9))
+        outer = optax.sgd(0.7, momentum=0.9)
+        return so.diloco(STRATEGIES["replicas"](tx), sync_every=50, outer=outer)
 
     save_after_steps(tmp_path, make(old_tx))
     opt = make(new_tx)
@@ -470,8 +483,8 @@ AMBIGUOUS = {
 @pytest.mark.parametrize("change", AMBIGUOUS)
 def test_states_that_could_be_mistaken_are_refused_until_they_are_named(change, tmp_path):
     old_tx, new_tx, lines, named, by_hand = AMBIGUOUS[change]
-    save_after_steps(tmp_path, STRATEGIES["fsdp"](old_tx))
-    opt = STRATEGIES["zero"](new_tx)
+    save_after_steps(tmp_path, strategy("fsdp", old_tx))
+    opt = strategy("zero", new_tx)
     with pytest.raises(so.errors.CheckpointError) as error:
         so.restore(tmp_path, opt, new_chain=True)
     text = str(error.value)
@@ -481,18 +494,18 @@ def test_states_that_could_be_mistaken_are_refused_until_they_are_named(change, 
     for place, origins in lines.items():
         assert re.search(rf"\n  opt_state/{place} \([a-z, ]+\): {origins}\n", text)
     state = go_on(opt, so.restore(tmp_path, opt, new_chain=named))
-    params, old = one_device(old_tx, make_params(), old_tx.init(make_params()), range(BEFORE))
+    params, old = one_device_before(old_tx)
     opt_state = by_hand(old, new_tx.init(params))
     assert_same(state, *one_device(new_tx, params, opt_state, range(BEFORE, BEFORE + AFTER)))
 
 
 def test_an_exchange_that_paths_do_not_show_can_be_named(tmp_path):
-    save_after_steps(tmp_path, STRATEGIES["fsdp"](TWO))
+    save_after_steps(tmp_path, strategy("fsdp", TWO))
     swapped = optax.chain(optax.trace(0.5), optax.trace(0.9), optax.scale(-0.01))
-    opt = STRATEGIES["fsdp"](swapped)
+    opt = strategy("fsdp", swapped)
     names = {"opt_state/0": "opt_state/1", "opt_state/1": "opt_state/0"}
     state = so.restore(tmp_path, opt, new_chain=names)
-    plain = so.restore(tmp_path, STRATEGIES["fsdp"](TWO))
+    plain = so.restore(tmp_path, strategy("fsdp", TWO))
     for name in ("up", "down", "bias"):
         for place in (0, 1):
             np.testing.assert_array_equal(
@@ -501,10 +514,8 @@ def test_an_exchange_that_paths_do_not_show_can_be_named(tmp_path):
 
 
 def test_moments_with_other_names_go_on_if_they_are_named(tmp_path):
-    save_after_steps(
-        tmp_path, STRATEGIES["fsdp"](renamed_adam(["count", "first", "second"], "Old"))
-    )
-    opt = STRATEGIES["fsdp"](ADAM)
+    save_after_steps(tmp_path, strategy("fsdp", renamed_adam(["count", "first", "second"], "Old")))
+    opt = strategy("fsdp", ADAM)
     started = so.restore(tmp_path, opt, new_chain=True)
     assert not np.any(started.opt_state[0].mu["up"])
     names = {
@@ -518,8 +529,8 @@ def test_moments_with_other_names_go_on_if_they_are_named(tmp_path):
 
 
 def test_a_schedule_goes_on_from_the_count_that_is_named(tmp_path):
-    save_after_steps(tmp_path, STRATEGIES["fsdp"](ADAM))
-    opt = STRATEGIES["fsdp"](optax.adam(SCHEDULE))
+    save_after_steps(tmp_path, strategy("fsdp", ADAM))
+    opt = strategy("fsdp", optax.adam(SCHEDULE))
     state = so.restore(tmp_path, opt, new_chain={"opt_state/1/count": "opt_state/0/count"})
     assert (int(state.opt_state[0].count), int(state.opt_state[1].count)) == (BEFORE, BEFORE)
     opt.step(state, make_batch(0))  # the two counts share no memory, so both may be donated
@@ -527,8 +538,8 @@ def test_a_schedule_goes_on_from_the_count_that_is_named(tmp_path):
 
 def test_counts_that_differ_are_refused_until_one_is_named(tmp_path):
     parts = in_parts(ADAM, optax.conditionally_mask(ADAM, lambda step, **_: step > 1))
-    save_after_steps(tmp_path, STRATEGIES["fsdp"](parts))
-    opt = STRATEGIES["fsdp"](ADAM)
+    save_after_steps(tmp_path, strategy("fsdp", parts))
+    opt = strategy("fsdp", ADAM)
     message = (
         "has different numbers for the same leaf of opt.\n  opt_state/0/count:"
         " opt_state/inner_states/a/inner_state/0/count or"
@@ -545,7 +556,7 @@ def test_fit_goes_on_with_another_chain_if_resume_says_so(tmp_path, capsys):
     batches = [make_batch(step) for step in range(BEFORE + AFTER)]
 
     def fit(tx, num_steps, resume):
-        opt = STRATEGIES["fsdp"](tx)
+        opt = strategy("fsdp", tx)
         with so.Checkpoints(tmp_path, every=10, keep=1, resume=resume) as checkpoints:
             return so.fit(
                 opt,
@@ -563,7 +574,7 @@ def test_fit_goes_on_with_another_chain_if_resume_says_so(tmp_path, capsys):
     capsys.readouterr()
     state = fit(chain, BEFORE + AFTER, "new_chain")
     assert "7 leaves matched: opt_state/1 from opt_state\n" in capsys.readouterr().err
-    params, old = one_device(ADAM, make_params(), ADAM.init(make_params()), range(BEFORE))
+    params, old = one_device_before(ADAM)
     opt_state = (chain.init(params)[0], old)
     assert_same(state, *one_device(chain, params, opt_state, range(BEFORE, BEFORE + AFTER)))
     # where nothing changed, fit prints nothing about it
@@ -609,12 +620,12 @@ def with_leaves(leaves):
 def test_a_head_changes_together_with_the_chain(head, chain, tmp_path, capsys):
     """The backbone and its moments go on. The new leaves are taken from params, and not donated."""
     (old_leaves, new_leaves), (old_tx, new_tx, by_hand) = HEADS[head], CHAINS[chain]
-    first = STRATEGIES["fsdp"](old_tx)
+    first = strategy("fsdp", old_tx)
     state = first.init(with_leaves(old_leaves))
     for step in range(BEFORE):
         state, _ = first.step(state, make_batch(step))
     so.save(tmp_path, state)
-    opt = STRATEGIES["zero"](new_tx)
+    opt = strategy("zero", new_tx)
     params = jax.tree.map(jnp.asarray, with_leaves(new_leaves))
     if not head.startswith("a leaf"):
         with pytest.raises(
@@ -654,9 +665,9 @@ def test_a_head_changes_together_with_the_chain(head, chain, tmp_path, capsys):
 
 
 def test_the_checkpoint_of_another_model_is_refused_with_params_too(tmp_path):
-    save_after_steps(tmp_path, STRATEGIES["fsdp"](ADAM))
+    save_after_steps(tmp_path, strategy("fsdp", ADAM))
     other = {"w": np.zeros((64, 8), np.float32)}
-    opt = STRATEGIES["fsdp"](optax.chain(CLIP, ADAM))
+    opt = strategy("fsdp", optax.chain(CLIP, ADAM))
     with pytest.raises(so.errors.CheckpointError, match="1 leaf missing, 3 left over, 0 different"):
         so.restore(tmp_path, opt, params=other, new_chain=True)
     half = jax.tree.map(jnp.bfloat16, make_params())
@@ -665,9 +676,9 @@ def test_the_checkpoint_of_another_model_is_refused_with_params_too(tmp_path):
 
 
 def test_other_parameters_are_refused_as_before(tmp_path):
-    save_after_steps(tmp_path, STRATEGIES["fsdp"](ADAM))
+    save_after_steps(tmp_path, strategy("fsdp", ADAM))
     params = make_params() | {"bias": np.zeros(4, np.float32), "new": np.zeros(3, np.float32)}
-    opt = STRATEGIES["fsdp"](optax.chain(CLIP, ADAM))
+    opt = strategy("fsdp", optax.chain(CLIP, ADAM))
     with pytest.raises(so.errors.CheckpointError) as error:
         so.restore(tmp_path, opt, abstract_params=jax.eval_shape(lambda: params), new_chain=True)
     assert "does not fit opt: 1 leaf missing, 0 left over, 1 different." in str(error.value)
@@ -691,7 +702,7 @@ def test_other_parameters_are_refused_as_before(tmp_path):
     ],
 )
 def test_names_that_are_not_there_are_refused(new_chain, error, message, tmp_path):
-    opt = STRATEGIES["fsdp"](ADAM)
+    opt = strategy("fsdp", ADAM)
     so.save(tmp_path, opt.init(make_params()))
     with pytest.raises(error, match=re.escape(f"restore: {message}")):
         so.restore(tmp_path, opt, new_chain=new_chain)
@@ -702,12 +713,12 @@ def test_names_that_are_not_there_are_refused(new_chain, error, message, tmp_pat
 
 
 def test_moments_are_cast_where_the_paths_are_the_same(tmp_path, capsys):
-    save_after_steps(tmp_path, STRATEGIES["fsdp"](ADAM))
-    opt = STRATEGIES["zero"](optax.adam(0.05, mu_dtype=jnp.bfloat16))
+    save_after_steps(tmp_path, strategy("fsdp", ADAM))
+    opt = strategy("zero", optax.adam(0.05, mu_dtype=jnp.bfloat16))
     with pytest.raises(so.errors.CheckpointError, match="new_chain=True"):
         so.restore(tmp_path, opt, abstract_params=jax.eval_shape(make_params))
     state = so.restore(tmp_path, opt, new_chain=True)
-    plain = so.restore(tmp_path, STRATEGIES["fsdp"](ADAM))
+    plain = so.restore(tmp_path, strategy("fsdp", ADAM))
     for name in ("up", "down", "bias"):
         expected = plain.opt_state[0].mu[name].astype(jnp.bfloat16)
         np.testing.assert_array_equal(state.opt_state[0].mu[name], expected)

@@ -2,6 +2,8 @@
 and any other read is refused.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,7 +85,7 @@ OTHERS = {
 }
 
 
-def trained(block, rounded, opt=so.fsdp, sizes=None, **options):
+def strategy_of(block, rounded, opt=so.fsdp, sizes=None, **options):
     mesh = so.make_mesh(**(sizes or {"data": 2}), devices=jax.devices()[: 4 if sizes else 2])
     model = so.BlockModel(
         lambda outer, x: x,
@@ -91,17 +93,37 @@ def trained(block, rounded, opt=so.fsdp, sizes=None, **options):
         lambda outer, x, _: jnp.mean(x**2),
         rounded=rounded,
     )
-    strategy = opt(optax.sgd(0.1, momentum=0.9), mesh, model, min_shard_elements=1, **options)
+    return opt(optax.sgd(0.1, momentum=0.9), mesh, model, min_shard_elements=1, **options)
+
+
+def traced(*args, **options):
+    """Trace a step, which is where reads are refused: nothing has to compile for that."""
+    strategy = strategy_of(*args, **options)
+    strategy.step.lower(strategy.abstract_state(PARAMS), BATCHES[0])
+
+
+def trained(*args, **options):
+    strategy = strategy_of(*args, **options)
     state = strategy.init(PARAMS)
     for batch in BATCHES:
         state, _ = strategy.step(state, batch)
-    return state.params
+    return jax.device_get(state.params)
+
+
+@functools.cache
+def trained_unrounded(name):
+    return trained(PRODUCTS[name], {})
+
+
+SAME_NUMBERS = {"checkpoint": "jit", "barrier": "jit", "carry": "scan"}
+"""Products that are those of another one, computed in another way."""
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_products_may_be_anywhere(name, x64):
     rounded = trained(PRODUCTS[name], {"w": Rounding("int8")})
-    assert relative_difference(rounded, trained(PRODUCTS[name], {})) < 1e-10
+    expected = trained_unrounded(SAME_NUMBERS.get(name, name))
+    assert relative_difference(rounded, expected) < 1e-10
 
 
 @pytest.mark.fast
@@ -114,13 +136,13 @@ def test_any_other_read_is_refused(reader):
             rf" {reader}\n"
         ),
     ):
-        trained(OTHERS[reader], {"w": Rounding("int8")})
+        traced(OTHERS[reader], {"w": Rounding("int8")})
 
 
 def test_a_pipeline_refuses_it_too():
     pipeline = {"sizes": {"data": 2, "pipeline": 2}, "micro_batches": 2, "placement": "fsdp"}
     with pytest.raises(TypeError, match=r"read by neg"):
-        trained(OTHERS["neg"], {"w": Rounding("int8")}, so.hybrid, **pipeline)
+        traced(OTHERS["neg"], {"w": Rounding("int8")}, so.hybrid, **pipeline)
 
 
 @pytest.mark.fast
@@ -153,7 +175,7 @@ def test_a_read_as_an_array_is_told_the_remedy(read):
         r" name out"
     )
     with pytest.raises((TypeError, AttributeError), match=message):
-        trained(lambda x, w: product(x, w) * jnp.mean(read(w["w"])), {"w": Rounding("int8")})
+        traced(lambda x, w: product(x, w) * jnp.mean(read(w["w"])), {"w": Rounding("int8")})
 
 
 @pytest.mark.fast
@@ -169,4 +191,4 @@ def test_a_gradient_inside_of_a_block_is_refused():
         TypeError,
         match=r"^quantized_einsum: the gradient of a product in 8 bits was differentiated",
     ):
-        trained(force, {"w": Rounding("int8")}, view="unproved")
+        traced(force, {"w": Rounding("int8")}, view="unproved")

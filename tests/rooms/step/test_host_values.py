@@ -2,6 +2,7 @@
 The counter of steps does not wrap.
 """
 
+import functools
 from collections import OrderedDict
 
 import cloudpickle
@@ -59,6 +60,12 @@ def strategy(mesh_of, kind="fsdp"):
     return KINDS[kind](optax.inject_hyperparams(optax.adam)(learning_rate=0.1), mesh_of)
 
 
+@pytest.fixture(scope="module")
+def strategy_of(mesh_of):
+    """Return a function from a kind to one strategy, so that its programs are compiled once."""
+    return functools.cache(functools.partial(strategy, mesh_of))
+
+
 def with_rate(state, value):
     state.opt_state.hyperparams["learning_rate"] = value
     return state
@@ -101,11 +108,17 @@ CHANGES = {
 
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_value_of_the_host_is_placed_as_replace_places_it(mesh_of, change, steps_before):
+def test_a_value_of_the_host_is_placed_as_replace_places_it(
+    mesh_of, strategy_of, change, steps_before
+):
     put_in, replaced = CHANGES[change]
+    # a step that has not run compiles for the values that it gets first
+    placing = strategy_of("fsdp") if steps_before else strategy(mesh_of)
     results = []
-    for edit in (put_in, lambda state: so.replace(state, **replaced)):
-        opt = strategy(mesh_of)
+    for opt, edit in (
+        (placing, put_in),
+        (strategy_of("fsdp"), lambda state: so.replace(state, **replaced)),
+    ):
         state = opt.init(params())
         for _ in range(steps_before):
             state, _ = opt.step(state, BATCH)
@@ -121,16 +134,16 @@ def test_a_value_of_the_host_is_placed_as_replace_places_it(mesh_of, change, ste
 
 
 @pytest.mark.parametrize("kind", ["ddp", "local_sgd"])
-def test_other_strategies_place_a_step_too(mesh_of, kind):
-    opt = strategy(mesh_of, kind)
+def test_other_strategies_place_a_step_too(strategy_of, kind):
+    opt = strategy_of(kind)
     state, _ = opt.step(opt.init(params()), BATCH)
     state, _ = opt.step(state._replace(step=4), BATCH)
     assert int(state.step) == 5
 
 
 @pytest.mark.parametrize("function", ["evaluate", "synchronize", "with_norms", "fit"])
-def test_other_functions_place_values_too(mesh_of, function):
-    opt = strategy(mesh_of)
+def test_other_functions_place_values_too(strategy_of, function):
+    opt = strategy_of("fsdp")
     state = jax.device_get(opt.init(params()))._replace(step=3)
     calls = {
         "evaluate": lambda: opt.evaluate(state, BATCH),
@@ -204,8 +217,10 @@ def refusal(opt, state, kind):
         ),
     ],
 )
-def test_a_value_that_does_not_fit_is_refused_by_name(mesh_of, edit, kind, line, steps_before):
-    opt = strategy(mesh_of)
+def test_a_value_that_does_not_fit_is_refused_by_name(
+    mesh_of, strategy_of, edit, kind, line, steps_before
+):
+    opt = strategy_of("fsdp") if steps_before else strategy(mesh_of)
     state = opt.init(params())
     for _ in range(steps_before):
         state, _ = opt.step(state, BATCH)
@@ -216,8 +231,8 @@ def test_a_value_that_does_not_fit_is_refused_by_name(mesh_of, edit, kind, line,
     assert "structure differs" in line or blames_params or text.endswith(FIX)
 
 
-def test_an_array_of_another_mesh_is_refused_after_the_first_step_too(mesh_of):
-    opt = strategy(mesh_of)
+def test_an_array_of_another_mesh_is_refused_after_the_first_step_too(strategy_of):
+    opt = strategy_of("fsdp")
     state, _ = opt.step(opt.init(params()), BATCH)
     elsewhere = jax.device_put(state.params, jax.devices()[5])
     text = refusal(opt, state._replace(params=elsewhere), ValueError)
@@ -236,8 +251,8 @@ def test_an_error_of_the_loss_stays_as_it_is(mesh_of):
         opt.step(opt.init(params()), BATCH)
 
 
-def test_a_step_checks_no_leaf_that_a_step_returned(mesh_of, monkeypatch):
-    opt = strategy(mesh_of)
+def test_a_step_checks_no_leaf_that_a_step_returned(strategy_of, monkeypatch):
+    opt = strategy_of("fsdp")
     state, _ = opt.step(opt.init(params()), BATCH)
 
     def refuse(*_):
@@ -250,8 +265,8 @@ def test_a_step_checks_no_leaf_that_a_step_returned(mesh_of, monkeypatch):
 
 
 @pytest.mark.parametrize("start", ["init", "deferred", "replace"])
-def test_torch_tensors_are_parameters(mesh_of, start):
-    opt = strategy(mesh_of)
+def test_torch_tensors_are_parameters(strategy_of, start):
+    opt = strategy_of("fsdp")
     tensors = {"w": Tensor(params()["w"])}
     if start == "deferred":
         deferred = so.training.DeferredInit(tensors)
@@ -265,8 +280,8 @@ def test_torch_tensors_are_parameters(mesh_of, start):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_counter_is_refused_before_it_wraps(mesh_of, kind):
-    opt = strategy(mesh_of, kind)
+def test_a_step_counter_is_refused_before_it_wraps(strategy_of, kind):
+    opt = strategy_of(kind)
     state = so.replace(opt.init(params()), step=LAST_STEP - 2)
     for _ in range(2):
         state, _ = opt.step(state, BATCH)
@@ -282,8 +297,10 @@ def test_a_step_counter_is_refused_before_it_wraps(mesh_of, kind):
 
 
 @pytest.mark.parametrize("source", ["a number", "numpy", "a pickled state", "norms", "restored"])
-def test_a_counter_at_its_end_is_refused_wherever_the_state_comes_from(mesh_of, tmp_path, source):
-    opt = strategy(mesh_of)
+def test_a_counter_at_its_end_is_refused_wherever_the_state_comes_from(
+    strategy_of, tmp_path, source
+):
+    opt = strategy_of("fsdp")
     state = opt.init(params())
     if source == "restored":
         so.save(
@@ -303,8 +320,8 @@ def test_a_counter_at_its_end_is_refused_wherever_the_state_comes_from(mesh_of, 
 
 
 @pytest.mark.parametrize("step", [LAST_STEP, 2**31, 2**40])
-def test_replace_refuses_a_step_at_the_end(mesh_of, step):
-    state = strategy(mesh_of).init(params())
+def test_replace_refuses_a_step_at_the_end(strategy_of, step):
+    state = strategy_of("fsdp").init(params())
     with pytest.raises(ValueError, match=f"^replace: step must be below 2,147,483,647.*{step:,}"):
         so.replace(state, step=step)
 

@@ -237,7 +237,7 @@ def test_a_stored_state_that_is_not_taken_apart_is_refused(name, mesh_of):
     mesh = mesh_of(data=8)
     stacked = T.on_mesh(tx, mesh, "data")
     params = {"w": np.zeros((8, 4), np.float32)}
-    state = stacked.init(params)
+    state = jax.eval_shape(stacked.init, params)
     specs = stacked.specs(state)
 
     def local(grads, state, params):
@@ -246,7 +246,7 @@ def test_a_stored_state_that_is_not_taken_apart_is_refused(name, mesh_of):
     step = jax.shard_map(local, mesh=mesh, in_specs=(P("data"), specs, P()), out_specs=(P(), specs))
     grads = {"w": np.ones((8, 8, 4), np.float32)}
     with pytest.raises(ValueError, match=r"(?s)a device has.*so\.transforms\.on_mesh"):
-        step(grads, state, params)
+        jax.eval_shape(step, grads, state, params)
 
 
 @pytest.mark.parametrize("way", ["jit", "shard_map"])
@@ -332,7 +332,7 @@ def test_zero_before_the_mean_is_refused_where_types_show_it(inner, mesh_of):
 
     step = jax.shard_map(local, mesh=mesh_of(data=8), in_specs=(P(), P("data")), out_specs=P())
     with pytest.raises(ValueError, match=r"no mean yet.*\n.*\nFix: put so\.transforms"):
-        step(jnp.ones(16), jnp.ones((8, 16)))
+        jax.eval_shape(step, np.ones(16, np.float32), np.ones((8, 16), np.float32))
 
 
 WITH_MESH = {
@@ -387,7 +387,10 @@ def loss_fn(params, batch):
     return jnp.mean((hidden + other - 1) ** 2)
 
 
-def train_on_one_device(tx):
+@functools.cache
+def trained_on_one_device(name):
+    tx = OPTIMIZERS[name]()
+
     @jax.jit
     def step(params, state, batch):
         updates, state = tx.update(jax.grad(loss_fn)(params, batch), state, params)
@@ -469,7 +472,7 @@ EIGENVECTORS = ("soap",)  # decompositions amplify the rounding of sums
     ),
 )
 def test_zero_of_any_optimizer_equals_one_device_in_every_loop(name, loop, mesh_of, x64):
-    expected = train_on_one_device(OPTIMIZERS[name]())
+    expected = trained_on_one_device(name)
     params, state = LOOPS[loop](OPTIMIZERS[name](), mesh_of(data=8))
     tolerance = 1e-6 if name in EIGENVECTORS else 1e-9
     for leaf in expected:
@@ -599,23 +602,26 @@ def test_int8_under_jit_sends_what_it_sends_under_shard_map(sizes, mesh_of):
     local = optax.chain(T.average_gradients("data", reducer), optax.sgd(0.05, momentum=0.9))
     size = mesh.shape["data"]
 
+    @jax.jit
     @functools.partial(jax.vmap, axis_name="data", in_axes=(None, 0, 0), out_axes=0)
     def one_device(params, state, batch):
-        updates, state = local.update(jax.grad(loss_fn)(params, batch), state, params)
-        return optax.apply_updates(params, updates), state
+        own_loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, state = local.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, own_loss
 
     # next to an automatic axis each leaf has blocks of its own, so that scales differ
     tolerance = 1e-5 if len(sizes) == 1 else 2e-2
     params = reference = jax.tree.map(np.float32, draw_params())
     state = tx.init(params)
-    own_state = jax.vmap(lambda _: local.init(params), axis_name="data")(np.zeros(size))
+    init = jax.vmap(lambda _: local.init(params), axis_name="data")
+    own_state = jax.jit(init)(np.zeros(size))
     for batch in draw_batches():
         batch = jax.tree.map(np.float32, batch)
         params, state, loss = step(params, state, batch)
-        np.testing.assert_allclose(loss, loss_fn(reference, batch), rtol=tolerance)
         rows = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), batch)
-        stacked, own_state = one_device(reference, own_state, rows)
-        reference = jax.tree.map(lambda x: x[0], stacked)
+        stacked, own_state, own_losses = one_device(reference, own_state, rows)
+        np.testing.assert_allclose(loss, np.mean(own_losses), rtol=tolerance)
+        reference = jax.tree.map(lambda x: x[0], jax.device_get(stacked))
     for name in SHAPES:
         np.testing.assert_allclose(params[name], reference[name], rtol=tolerance, atol=tolerance)
 
@@ -784,10 +790,14 @@ def test_unreduced_gradients_of_explicit_axes_are_reduced_by_the_link(name, x64)
         text = step.lower(params, state, batch).compile().as_text()
     expected = np.ones((4, 3))
     expected_state = optimizer.init(np.ones((4, 3)))
+
+    @jax.jit
+    def step_of_one_device(params, state):
+        updates, state = optimizer.update(jax.grad(masked_loss)(params, masked_batch()), state)
+        return optax.apply_updates(params, updates), state
+
     for _ in range(20):
-        grads = jax.grad(masked_loss)(expected, masked_batch())
-        updates, expected_state = optimizer.update(grads, expected_state)
-        expected = optax.apply_updates(expected, updates)
+        expected, expected_state = step_of_one_device(expected, expected_state)
     tolerance = 1e-12 if name == "exact" else 0.3 if name == "sign" else 0.02
     np.testing.assert_allclose(params, expected, atol=tolerance)
     assert ("s8[" in text) == (name == "int8")
@@ -843,11 +853,14 @@ def test_links_combine_in_each_order(name, loop, mesh_of):
     expected = jax.tree.map(np.float32, draw_params())
     plain_state = plain.init(expected)
     batches = [jax.tree.map(np.float32, batch) for batch in draw_batches()]
+
+    @jax.jit
+    def plain_step(params, state, batch):
+        updates, state = plain.update(jax.grad(loss_fn)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
     for batch in batches:
-        updates, plain_state = plain.update(
-            jax.grad(loss_fn)(expected, batch), plain_state, expected
-        )
-        expected = optax.apply_updates(expected, updates)
+        expected, plain_state = plain_step(expected, plain_state, batch)
     start = jax.tree.map(np.float32, draw_params())
 
     def local_step(tx, params, state, batch, local_params):
@@ -895,7 +908,7 @@ def test_links_combine_in_each_order(name, loop, mesh_of):
 )
 def test_zero_of_any_optimizer_equals_one_device_on_explicit_axes(name, kinds, x64):
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=tuple(KINDS[k] for k in kinds))
-    expected = train_on_one_device(OPTIMIZERS[name]())
+    expected = trained_on_one_device(name)
     tx = T.zero(OPTIMIZERS[name](), "data")
 
     @jax.jit
