@@ -10,7 +10,7 @@ import math
 import operator
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -34,9 +34,10 @@ class DonatedState:
     - leaves that were put into the state after the last call;
     - arrays among the other arguments that no earlier call had.
 
-    Their addresses are read if a device holds as many bytes of them as of a leaf of the state. A
-    state that comes back unchanged, with numpy arrays or arrays of earlier calls, costs a fraction
-    of a microsecond per leaf on any number of devices.
+    Only arrays of one dtype, with as many bytes on a device, can be one buffer. A view of other
+    dtype is a reference from outside of XLA, which then donates a copy. A state that comes back
+    unchanged, with numpy arrays or arrays of earlier calls, costs a fraction of a microsecond per
+    leaf on any number of devices.
 
     Args:
       mesh: the mesh of the programs that take the state.
@@ -46,7 +47,7 @@ class DonatedState:
         self._mesh = mesh
         self._returned: list[weakref.ref[Any]] = []
         self._structure: Any = None
-        self._sizes: list[int] = []
+        self._buffers: list[tuple[int, Any]] = []
         self._known: dict[int, weakref.ref[Any]] = {}
         self._most_known = _KNOWN_ARRAYS
 
@@ -61,13 +62,27 @@ class DonatedState:
         returned = map(operator.call, self._returned)
         return structure == self._structure and all(map(operator.is_, returned, leaves))
 
-    def may_share(self, arrays: Sequence[jax.Array]) -> bool:
-        """Return whether arrays of a call, with a state that `is_returned`, may share its memory."""
+    def apart(self, state: PyTree, arrays: Sequence[jax.Array]) -> PyTree:
+        """Return a state that `is_returned` so that it shares no memory with the arrays of a call.
+
+        An array that no earlier call had, and that may be memory of the state, gets memory of its
+        own. That costs a copy of it, and nothing for each leaf of the state.
+        """
         unknown_arrays = [array for array in arrays if not self._is_known(array)]
         if not unknown_arrays:
-            return False
+            return state
         self._know(unknown_arrays)
-        return not {_shard_bytes(array) for array in unknown_arrays}.isdisjoint(self._sizes)
+        buffers = set(self._buffers)
+        suspects = [array for array in unknown_arrays if _buffer_of(array) in buffers]
+        if not suspects:
+            return state
+        leaves = jax.tree.leaves(state)
+        if not set(map(id, leaves)).isdisjoint(map(id, suspects)):
+            return self.distinct(state, leaves, arrays)
+        for array in suspects:
+            own_copy = jax.device_put(array, array.sharding, may_alias=False)
+            cast(Any, array)._replace_with(own_copy)
+        return state
 
     def distinct(
         self, state: PyTree, leaves: Sequence[jax.Array], other_leaves: Sequence[Any]
@@ -81,16 +96,16 @@ class DonatedState:
         """
         other_arrays = [leaf for leaf in other_leaves if isinstance(leaf, jax.Array)]
         if len(self._returned) != len(leaves):  # the first call
-            self._sizes = list(map(_shard_bytes, leaves))
+            self._buffers = list(map(_buffer_of, leaves))
             new_leaves = leaves
         else:
             new_leaves = [
                 leaf for ref, leaf in zip(self._returned, leaves, strict=True) if ref() is not leaf
             ]
         self._know(other_arrays)
-        sizes = {_shard_bytes(leaf) for leaf in [*new_leaves, *other_arrays]}
-        # only arrays of one size can be one buffer, and an address costs more to read than a size
-        suspects = [i for i, size in enumerate(self._sizes) if size in sizes]
+        buffers = {_buffer_of(leaf) for leaf in [*new_leaves, *other_arrays]}
+        # an address costs more to read than a size
+        suspects = [i for i, buffer in enumerate(self._buffers) if buffer in buffers]
         if not suspects:
             return state
         shared_leaves = _sharing(leaves, suspects, other_arrays)
@@ -137,10 +152,11 @@ def _sharing(
     return shared_leaves
 
 
-def _shard_bytes(leaf: jax.Array | np.ndarray) -> int:
-    """Return the bytes of an array on one device."""
+def _buffer_of(leaf: jax.Array | np.ndarray) -> tuple[int, Any]:
+    """Return the bytes of an array on one device, and their dtype."""
     shape = leaf.sharding.shard_shape(leaf.shape) if isinstance(leaf, jax.Array) else leaf.shape
-    return math.prod(shape) * leaf.dtype.itemsize
+    dtype = np.dtype(np.uint32) if is_key(leaf) else leaf.dtype
+    return math.prod(shape) * leaf.dtype.itemsize, dtype
 
 
 def _addresses(leaf: jax.Array | np.ndarray) -> set[tuple[Sharding, int]]:

@@ -25,7 +25,7 @@ from shardopt.step._check_programs import check_has_norms
 from shardopt.step._global_rows import Rows, rows_of
 from shardopt.step._host_values import States
 from shardopt.step._init import first_state
-from shardopt.step._inputs import check_batch, check_params, check_values, place_batch
+from shardopt.step._inputs import check_alive, check_batch, check_params, check_values, place_batch
 from shardopt.step._norms import Norms
 from shardopt.step._optimizer import Metrics, NotPickled, ShardedOptimizer
 from shardopt.step._programs import CompiledStep, Program
@@ -177,6 +177,7 @@ class StrategyFunctions(NotPickled):
     def prepare_batch(self, state: TrainState, batch: PyTree, intake: Intake) -> tuple[str, PyTree]:
         """Check a batch for a state; return the view of the batch, and the placed batch."""
         batch = intake.rows.join(batch)
+        check_alive(self.config, batch)
         layout = self.cache.of(state.params).layout
         runs_at_once = check_batch(
             self.config, batch, functools.partial(intake.views.mixes_rows, layout, batch)

@@ -77,7 +77,8 @@ def limit_in_flight(config: StrategyConfig) -> Callable[[_Result], _Result]:
         metrics = result[1] if isinstance(result, tuple) else result
         loss = metrics["loss"]
         if not isinstance(loss, Tracer):
-            jax.block_until_ready(previous[0])
+            if previous[0] is not None:
+                previous[0].block_until_ready()
             previous[0] = loss
         return result
 

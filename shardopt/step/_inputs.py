@@ -266,6 +266,22 @@ def check_batch(
     return size % pieces != 0
 
 
+def check_alive(config: StrategyConfig, batch: PyTree) -> None:
+    """Refuse, by a ValueError, arrays whose memory another function took: with them XLA would end
+    the process (jaxlib 0.10.2).
+    """
+    deleted = [path or "batch" for path, leaf in leaves_with_paths(batch) if is_deleted(leaf)]
+    if deleted:
+        problem = "the batch has arrays that were deleted."
+        fix = "a function that donates them took their memory: pass it a copy, by jnp.copy."
+        raise ValueError(format_error(config.strategy, problem, deleted, fix))
+
+
+def is_deleted(leaf: PyTree) -> bool:
+    """Return whether a leaf of a batch is an array that was deleted."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
+
+
 def check_values(config: StrategyConfig, batch: PyTree) -> None:
     """Refuse numbers in a batch on the host that a device cannot hold, or the model cannot read.
 
@@ -273,11 +289,22 @@ def check_values(config: StrategyConfig, batch: PyTree) -> None:
       ValueError: if a numpy array of 64 bits has an integer beyond the 32 bits that jax would store.
         Whatever `BlockModel.check_batch` raises.
     """
-    if any(_has_64_bits(leaf) for leaf in jax.tree.leaves(batch)):
+    if any(map(_has_64_bits, jax.tree.leaves(batch))):
         _check_64_bits(config, batch)
+    check = _check_of_model(config)
+    if check is not None:
+        check(batch)
+
+
+def has_checked_values(config: StrategyConfig, batch: PyTree) -> bool:
+    """Return whether `check_values` reads values of a batch, or only its dtypes."""
+    has_check = _check_of_model(config) is not None
+    return has_check or any(map(_has_64_bits, jax.tree.leaves(batch)))
+
+
+def _check_of_model(config: StrategyConfig) -> Callable[[PyTree], None] | None:
     model = as_block_model(config.loss.loss_fn)
-    if model is not None and model.check_batch is not None:
-        model.check_batch(batch)
+    return None if model is None else model.check_batch
 
 
 def _has_64_bits(leaf: PyTree) -> bool:

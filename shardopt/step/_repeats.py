@@ -23,7 +23,7 @@ from shardopt.step._cache import LayoutCache
 from shardopt.step._check_programs import checks_numbers
 from shardopt.step._compile import AotCompiled
 from shardopt.step._global_rows import Rows, RowsOfOne, unwrap
-from shardopt.step._inputs import check_values
+from shardopt.step._inputs import check_values, has_checked_values, is_deleted
 from shardopt.step._programs import CompiledStep, Program
 from shardopt.step._step_counter import StepCounter
 
@@ -37,7 +37,7 @@ class KnownForm(NamedTuple):
       programs: the programs of the parameters of that step.
       compiled: the program of the step.
       donated: gives each leaf of its state its own buffer.
-      has_host_values: whether a leaf of the batch is a numpy array.
+      has_checked_values: whether values of numpy arrays in the batch are checked.
       arrays: the indices of leaves that are jax arrays.
       moved: index -> where a leaf is moved, for jax arrays that live elsewhere.
     """
@@ -45,7 +45,7 @@ class KnownForm(NamedTuple):
     programs: CompiledStep
     compiled: jax.stages.Compiled
     donated: DonatedState
-    has_host_values: bool
+    has_checked_values: bool
     arrays: tuple[int, ...]
     moved: dict[int, Sharding]
 
@@ -82,19 +82,19 @@ class Repeats:
         form = self._forms.get((structure, tuple(map(_form_of, leaves))))
         if form is None or not form.donated.is_returned(state) or state.step.is_deleted():
             return None
-        if form.has_host_values:
+        arrays = [leaves[index] for index in form.arrays]
+        if any(map(is_deleted, arrays)):
+            return None
+        if form.has_checked_values:
             check_values(self._config, batch)
         self._counter.check(state)
         self._cache.use(form.programs)
+        donated_state = form.donated.apart(state, arrays)
         if form.moved:
             for index, sharding in form.moved.items():
                 leaves[index] = jax.device_put(leaves[index], sharding)
             batch = structure.unflatten(leaves)
         take_back_turn()
-        arrays = [leaves[index] for index in form.arrays]
-        donated_state = state
-        if form.donated.may_share(arrays):
-            donated_state = form.donated.distinct(state, jax.tree.leaves(state), arrays)
         result = form.compiled(donated_state, batch)
         form.donated.remember(result[0])
         return result
@@ -109,18 +109,20 @@ class Repeats:
         """
         if not self._is_alone or not isinstance(program, AotCompiled) or _has_debug_options():
             return
-        leaves, structure = jax.tree.flatten(unwrap(batch)[0])
+        batch = unwrap(batch)[0]
+        leaves, structure = jax.tree.flatten(batch)
         forms = tuple(map(_form_of, leaves))
         placed_leaves, arguments_structure = jax.tree.flatten((placed,))
         compiled = program.compiled_for(placed_leaves, arguments_structure)
         if None in forms or compiled is None or program.donated is None:
             return
+        has_host_values = any(isinstance(leaf, np.ndarray) for leaf in leaves)
         arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
         self._forms[structure, forms] = KnownForm(
             programs=cast(CompiledStep, self._cache.last()),
             compiled=compiled,
             donated=program.donated,
-            has_host_values=any(isinstance(leaf, np.ndarray) for leaf in leaves),
+            has_checked_values=has_host_values and has_checked_values(self._config, batch),
             arrays=tuple(arrays),
             moved={
                 i: placed_leaves[i].sharding

@@ -69,19 +69,39 @@ def test_batches_of_several_forms_alternate(mesh_of):
         np.testing.assert_allclose(metrics["loss"], np.mean((X[:rows] @ values) ** 2), rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["numpy", "placed"])
+@pytest.mark.parametrize("kind", ["numpy", "placed once", "placed anew"])
 def test_no_addresses_are_read_for_a_batch_with_as_many_bytes_as_a_leaf(mesh_of, monkeypatch, kind):
     """The mesh has one device, which has the whole rows."""
     opt = strategy(mesh_of, data=1)
-    batch = BATCHES[kind](opt) | {"x": X[:8]}
-    if kind == "placed":
-        batch["x"] = jax.device_put(X[:8], NamedSharding(opt.mesh, P("data")))
+    placed = jax.device_put(X[:8], NamedSharding(opt.mesh, P("data")))
+
+    def batch():
+        fresh = jax.device_put(X[:8], placed.sharding)
+        return {
+            "x": {"numpy": X[:8], "placed once": placed, "placed anew": fresh}[kind],
+            "scale": 1,
+        }
+
     state = opt.init(PARAMS)
     for _ in range(2):
-        state, _ = opt.step(state, batch)
+        state, _ = opt.step(state, batch())
     monkeypatch.setattr(aliases, "_addresses", lambda _: pytest.fail("addresses were read"))
     for _ in range(2):
-        state, _ = opt.step(state, batch)
+        state, _ = opt.step(state, batch())
+
+
+def test_only_arrays_that_may_be_memory_of_the_state_are_copied(mesh_of, monkeypatch):
+    """An integer of as many bytes is not, nor is an array that an earlier step had."""
+    opt = strategy(mesh_of, data=1)
+    rows = NamedSharding(opt.mesh, P("data"))
+    known = jax.device_put(X[:8], rows)
+    state = opt.init(PARAMS)
+    for array in (known, known, jax.device_put(X[:8].astype(np.int32), rows)):
+        state, _ = opt.step(state, {"x": array, "scale": 1.0})
+    integers = jax.device_put(X[:8].astype(np.int32), rows)
+    monkeypatch.setattr(jax, "device_put", lambda *_, **__: pytest.fail("an array was copied"))
+    for array in (known, integers):
+        state, _ = opt.step(state, {"x": array, "scale": 1.0})
 
 
 def same_sharding(leaf):
@@ -195,3 +215,87 @@ def test_the_last_parameters_are_those_of_the_last_step(mesh_of):
     opt.specs({"w": np.ones((8, 2), np.float32), "ref": np.ones((8, 2), np.float32)})
     state, _ = opt.step(state, batch)
     assert opt.abstract_state().params["w"].shape == (8, 8)
+
+
+def some_shards(leaf):
+    """An array that is the leaf on the last device alone."""
+    shards = [np.array(shard.data) for shard in leaf.addressable_shards]
+    devices = [shard.device for shard in leaf.addressable_shards]
+    arrays = list(map(jax.device_put, shards, devices))
+    arrays[-1] = leaf.addressable_shards[-1].data
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
+
+
+@pytest.mark.parametrize("sharing", SHARING | {"one shard": some_shards})
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_fresh_array_of_each_step_may_be_memory_of_the_state(mesh_of, strategy, sharing):
+    """No call had the array before, and its values stay as they are."""
+    options = {"min_shard_elements": 1} if strategy == "fsdp" else {}
+    opt = getattr(so, strategy)(
+        optax.adam(0.1), mesh_of(data=2), loss_fn, rules=[("ref", "frozen")], **options
+    )
+    share = (SHARING | {"one shard": some_shards})[sharing]
+    state = opt.init(PARAMS)
+    alone = jax.device_put(PARAMS["w"], state.params["w"].sharding)
+    state, _ = opt.step(state, {"x": alone, "scale": 1.0})
+    rows = []
+    for _ in range(4):
+        values = np.array(state.params["w"])
+        reference = np.array(state.params["ref"])
+        rows.append((share(state.params["w"]), values))
+        state, metrics = opt.step(state, {"x": rows[-1][0], "scale": 1.0})
+        expected = np.mean((values @ (values - 2 * reference)) ** 2)
+        np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+    for array, values in rows:
+        np.testing.assert_array_equal(array, values)
+
+
+def test_a_leaf_that_changes_after_good_steps_is_taken_as_it_is(mesh_of):
+    """Shape, dtype, weak type and placement: each is another form, with its own checks."""
+
+    def loss_fn(params, batch):
+        scaled = params["w"] * batch["scale"]
+        return jnp.mean((batch["x"] @ scaled) ** 2), {"bytes": jnp.float32(scaled.dtype.itemsize)}
+
+    opt = so.ddp(optax.sgd(0.01), mesh := mesh_of(data=4), loss_fn)
+    state = opt.init({"w": np.full((8, 8), 0.5, jnp.bfloat16)})
+    batch = {"x": X, "scale": 1.0}
+    for _ in range(5):
+        state, metrics = opt.step(state, batch)
+        assert metrics["bytes"] == 2
+    changes = {
+        "weak type": {"scale": np.float32(1)},
+        "shape": {"x": X[:8]},
+        "dtype": {"x": X.astype(np.int32)},
+        "sharding": {"x": jax.device_put(X, NamedSharding(mesh, P()))},
+        "another mesh": {"x": jax.device_put(X, NamedSharding(mesh_of(data=2), P("data")))},
+    }
+    for name, change in changes.items():
+        values = np.asarray(state.params["w"], np.float32)
+        state, metrics = opt.step(state, batch | change)
+        expected = np.mean((np.float32((batch | change)["x"]) @ values) ** 2)
+        np.testing.assert_allclose(metrics["loss"], expected, rtol=0.03)
+        assert metrics["bytes"] == (4 if name == "weak type" else 2)
+    with pytest.raises(ValueError, match="not divisible by 4 devices"):
+        opt.step(state, batch | {"x": X[:6]})
+    state, metrics = opt.step(state, batch)
+    assert int(state.step) == 11
+
+
+def test_a_batch_that_was_deleted_is_refused_and_the_state_stays(mesh_of):
+    """XLA would end the process."""
+    opt = strategy(mesh_of)
+    state = opt.init(PARAMS)
+    placed = jax.device_put(X, NamedSharding(opt.mesh, P("data")))
+    for _ in range(5):
+        state, _ = opt.step(state, {"x": placed, "scale": 1.0})
+    jax.jit(lambda x: x + 1, donate_argnums=0)(placed)
+    message = (
+        "ddp: the batch has arrays that were deleted.\n  x\nFix: a function that donates them took"
+        " their memory: pass it a copy, by jnp.copy."
+    )
+    for run in (opt.step, opt.evaluate):
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            run(state, {"x": placed, "scale": 1.0})
+    state, _ = opt.step(state, {"x": X, "scale": 1.0})
+    assert int(state.step) == 6
