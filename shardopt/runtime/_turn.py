@@ -30,18 +30,17 @@ class Turn:
         self._is_away = False
         self._may_leave = False
 
-    @contextmanager
-    def away(self) -> Iterator[None]:
+    def away(self) -> "_Away":
         """Give the turn away while the context lasts; nothing on other threads, or if it is away."""
+        return _Away(self)
+
+    def give(self) -> bool:
+        """Give the turn away, if this thread has it; return whether it had."""
         if self._is_away or threading.get_ident() != self._owner:
-            yield
-            return
+            return False
         self._is_away = True
         self.lock.release()
-        try:
-            yield
-        finally:
-            self.take_back()
+        return True
 
     @contextmanager
     def leavable(self) -> Iterator[None]:
@@ -78,6 +77,20 @@ class Turn:
         if not self._is_away:
             self._is_away = True
             self.lock.release()
+
+
+class _Away:
+    """The context of `Turn.away`; a class, because a loop enters it several times a step."""
+
+    def __init__(self, turn: Turn):
+        self._turn = turn
+
+    def __enter__(self) -> None:
+        self._is_given = self._turn.give()
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_given:
+            self._turn.take_back()
 
 
 _current: ContextVar[Turn | None] = ContextVar("turn", default=None)

@@ -66,8 +66,10 @@ class Profiler(Hook):
 
     def after_step(self, step: int, metrics: Metrics) -> None:
         """Wait for the last step of a profile, and write the profile."""
+        if self._end is None:
+            return
         self._annotation.close()
-        if self._end is not None and step + 1 >= self._end:
+        if step + 1 >= self._end:
             jax.block_until_ready(metrics)
             self._stop()
 

@@ -132,8 +132,8 @@ class FitRun:
             tolerated=None if num_before is None else tolerated(self.state, num_before),
         )
         self.measured_step = self.step
-        self.ledger.enter("log")
         if previous_report is not None:
+            self.ledger.enter("log")
             self.report(*previous_report)
         self.display.advance(self.step)
 
@@ -231,9 +231,9 @@ class FitRun:
 
     def agree(self) -> None:
         """Agree with all processes whether to stop, if that is due."""
-        self.ledger.enter("agree")
         if self.stopped is None:
             if self.due.agree:
+                self.ledger.enter("agree")
                 self.wait_for_all()
             self.stopped = self.verdict(due=self.due.agree)
 
