@@ -223,9 +223,8 @@ MORE = (
 )
 
 
-def compile_shardopt(row: Row, choice: Choice) -> tuple[dict[str, Any], str]:
-    """Return what the compiler says of shardopt's step, and its text."""
-    import jax
+def shardopt_strategy(row: Row, choice: Choice, model: Any) -> Callable[[Any], Any]:
+    """Return a function from the mesh to the strategy that trains a model in a row."""
     import jax.numpy as jnp
     import optax
 
@@ -234,25 +233,39 @@ def compile_shardopt(row: Row, choice: Choice) -> tuple[dict[str, Any], str]:
 
     adamw = optax.adamw(3e-5, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
     tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+    def make(mesh):
+        options = {}  # those below are libtpu's
+        if row.chip != "cpu":
+            options = dict(so.runtime.compiler_options(mesh))
+            options.pop(COLLECTIVE_MATMUL, None)
+            options |= choice.xla_options
+        return so.fsdp(
+            tx,
+            mesh,
+            model,
+            gather_dtype=jnp.bfloat16,
+            reducer=so.reducers.exact(jnp.bfloat16),
+            rules=RULES if row.tensor > 1 else (),
+            micro_batches=row.micro_batches,
+            compiler_options=options,
+        )
+
+    return make
+
+
+def compile_shardopt(row: Row, choice: Choice) -> tuple[dict[str, Any], str]:
+    """Return what the compiler says of shardopt's step, and its text."""
+    import jax
+    import jax.numpy as jnp
+
+    import shardopt as so
+
     model, params = model_of(row, choice)
     tokens = row.rows * row.chips * row.micro_batches, row.length + 1
     try:
         report = so.planning.aot(
-            lambda mesh: so.fsdp(
-                tx,
-                mesh,
-                model,
-                gather_dtype=jnp.bfloat16,
-                reducer=so.reducers.exact(jnp.bfloat16),
-                rules=RULES if row.tensor > 1 else (),
-                micro_batches=row.micro_batches,
-                compiler_options={
-                    name: value
-                    for name, value in so.runtime.compiler_options(mesh).items()
-                    if name != COLLECTIVE_MATMUL
-                }
-                | choice.xla_options,
-            ),
+            shardopt_strategy(row, choice, model),
             params,
             {"tokens": jax.ShapeDtypeStruct(tokens, jnp.int32)},
             topology=row.topology,
@@ -298,7 +311,11 @@ def model_of(row: Row, choice: Choice) -> tuple[Any, Any]:
         loss_chunk=chunk,
         fused="kv",
     )
-    if row.model == "qwen3-8b":  # huggingface.co/Qwen/Qwen3-8B, config.json
+    if row.model == "tiny":
+        config = config_of(
+            vocab_size=512, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, hidden=128
+        )
+    elif row.model == "qwen3-8b":  # huggingface.co/Qwen/Qwen3-8B, config.json
         config = config_of(
             vocab_size=151_936,
             dim=4096,
@@ -336,18 +353,17 @@ def model_of(row: Row, choice: Choice) -> tuple[Any, Any]:
     )
 
 
-def compile_maxtext(
-    row: Row, python: str, choice: Choice | None = None, *, more: Sequence[str] = ()
-) -> tuple[dict[str, Any], str]:
-    """Return what the compiler says of MaxText's step, and its text; `more` are words for MaxText.
-
-    A process with its own Python compiles.
-    """
-    choice = choice or Choice()
+def maxtext_flags(row: Row, choice: Choice) -> list[str]:
+    """Return the flags of libtpu with which MaxText's step is compiled."""
     offloaded = () if row.chip == "v5e" else SPARSE_CORE  # v5e has no SparseCore
-    flags = [f"--xla_tpu_enable_sparse_core_collective_offload_{kind}=true" for kind in offloaded]
-    words = [
-        f"compile_topology={row.chip}-{row.chips * (2 if row.chip in ('v4', 'v5p') else 1)}",
+    return [f"--{name}={value}" for name, value in choice.xla_options.items()] + [
+        f"--xla_tpu_enable_sparse_core_collective_offload_{kind}=true" for kind in offloaded
+    ]
+
+
+def maxtext_words(row: Row, choice: Choice) -> list[str]:
+    """Return the words of a row and a choice for MaxText."""
+    return [
         f"per_device_batch_size={row.rows}",
         f"max_target_length={row.length}",
         f"model_name={row.model}",
@@ -362,9 +378,21 @@ def compile_maxtext(
         f"fused_qkv={choice.fused}",
         *[f"{name}={choice.block}" for name in BLOCKS if choice.block != 512],
         f"sa_use_fused_bwd_kernel={choice.block != 512}",
-        (
-            f"compile_xla_flags={' '.join([f'--{name}={value}' for name, value in choice.xla_options.items()] + flags)}"
-        ),
+    ]
+
+
+def compile_maxtext(
+    row: Row, python: str, choice: Choice | None = None, *, more: Sequence[str] = ()
+) -> tuple[dict[str, Any], str]:
+    """Return what the compiler says of MaxText's step, and its text; `more` are words for MaxText.
+
+    A process with its own Python compiles.
+    """
+    choice = choice or Choice()
+    words = [
+        f"compile_topology={row.chip}-{row.chips * (2 if row.chip in ('v4', 'v5p') else 1)}",
+        f"compile_xla_flags={' '.join(maxtext_flags(row, choice))}",
+        *maxtext_words(row, choice),
         *more,
     ]
     with tempfile.TemporaryDirectory() as folder:
@@ -387,6 +415,16 @@ BLOCKS = tuple(
 )
 
 
+GIVEN = (
+    "run_name=beside",
+    "base_output_directory=out",
+    "dataset_type=synthetic",
+    "enable_checkpointing=false",
+    "skip_jax_distributed_system=true",
+    "log_config=false",
+)
+
+
 def maxtext_child(folder: Path, words: list[str]) -> None:
     """Compile in MaxText's own Python, and leave the program and its memory in the folder."""
     told = {
@@ -402,16 +440,6 @@ def maxtext_child(folder: Path, words: list[str]) -> None:
     import maxtext
     from absl import app
     from maxtext.trainers.pre_train import train_compile
-
-    given = [
-        "compile_topology_num_slices=1",
-        "run_name=beside",
-        "base_output_directory=out",
-        "dataset_type=synthetic",
-        "enable_checkpointing=false",
-        "skip_jax_distributed_system=true",
-        "log_config=false",
-    ]
 
     def jit_and_compile(
         func, args, kwargs, mesh, in_shardings, out_shardings, static, donate, config, rules
@@ -450,7 +478,10 @@ def maxtext_child(folder: Path, words: list[str]) -> None:
 
     train_compile.jit_and_compile = jit_and_compile
     base = Path(maxtext.__file__).parent / "configs" / "base.yml"
-    app.run(train_compile.main, argv=["train_compile", str(base), *given, *words])
+    app.run(
+        train_compile.main,
+        argv=["train_compile", str(base), "compile_topology_num_slices=1", *GIVEN, *words],
+    )
 
 
 def read(text: str, mesh: dict[str, int], row: Row) -> dict[str, Any]:
