@@ -11,16 +11,10 @@ import sys
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Most of the suite's time is that of compiling programs that run once, so code generation need not
-# optimise. Collectives, shardings and donated buffers are decided before it, and stay as users have
-# them.
-FLAGS = [
-    "--xla_force_host_platform_device_count=8",
-    "--xla_backend_optimization_level=0",
-    "--xla_cpu_parallel_codegen_split_count=1",  # a worker has one core
-]
-if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have no other emitters
-    FLAGS.append("--xla_cpu_use_fusion_emitters=false")  # a third of the time to compile
+from support.flags import QUICK_TO_COMPILE
+
+FLAGS = ["--xla_force_host_platform_device_count=8", *QUICK_TO_COMPILE]
+if importlib.metadata.version("jaxlib").startswith("0.10."):
     # With the other order of operations, a stored program of jaxlib 0.10.2 mixes up collectives
     # that may run at the same time: docs/notes/compiler_errors.md
     FLAGS.append("--xla_cpu_enable_concurrency_optimized_scheduler=false")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from support.flags import QUICK_TO_COMPILE
 from support.paths import ROOT
 
 REQUIRED = "SHARDOPT_TESTS_NEED_HOSTS"
@@ -119,7 +120,8 @@ class Host:
         jax runs on the CPU in it, and compiled programs are not shared with the tests.
         """
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+        flags = " ".join(QUICK_TO_COMPILE)
+        environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
         options["env"] = environment | options.get("env", {})
         named = 'hostname "$0" && exec "$@"'
         enter = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", named]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardopt.runtime._stored_programs import ORDER_FLAG
+from support.flags import QUICK_TO_COMPILE
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,9 +40,9 @@ def run_processes(script, count, folder, *, strict=True, timeout=300) -> list[Sa
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    flags = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    flags = " ".join(QUICK_TO_COMPILE)
     if importlib.metadata.version("jaxlib").startswith("0.10."):
-        flags += f" --xla_cpu_use_fusion_emitters=false {ORDER_FLAG}=false"
+        flags += f" {ORDER_FLAG}=false"  # programs are stored, as in tests/conftest.py
     environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     # a process may read a program that process 0 is writing; it then compiles it
     half_written = "ignore:Error reading persistent compilation cache entry"

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from support.flags import QUICK_TO_COMPILE
 from support.paths import ROOT
 from support.stops import NUM_STEPS, batch_of, loss_fn
 
@@ -54,7 +55,7 @@ def draw_cases():
 def start():
     """Return a function from a folder and a phase to the id of a run."""
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""}
+    environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": " ".join(QUICK_TO_COMPILE)}
     worker = subprocess.Popen(
         [sys.executable, "-W", "ignore", str(WORKER)],
         stdin=subprocess.PIPE,

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from support.flags import QUICK_TO_COMPILE
 from support.paths import ROOT
 from support.stops import batch_of, loss_fn
 from support.tiers import tiered
@@ -49,7 +50,8 @@ def start(folder, phase, blocked):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    flags = " ".join(QUICK_TO_COMPILE)
+    environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     processes = []
     for rank in range(2):
         words = [str(WORKER), str(rank), str(port), str(folder), phase, blocked]

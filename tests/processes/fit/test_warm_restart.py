@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.flags import QUICK_TO_COMPILE
 from support.paths import ROOT
 from support.processes import run_processes
 
@@ -18,7 +19,7 @@ ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 def run(kind, folder, num_devices=8, *, script=WORKER, **variables):
     """Return the facts that the worker printed, after it ended without a warning."""
-    flags = ["--xla_backend_optimization_level=0"]
+    flags = list(QUICK_TO_COMPILE)
     if importlib.metadata.version("jaxlib").startswith("0.10."):
         flags.append(ORDER)
     environment = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}

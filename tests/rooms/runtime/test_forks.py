@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from support.flags import QUICK_TO_COMPILE
 from support.paths import ROOT
 
 from shardopt.runtime._processes import handled_signals, signal_bytes
@@ -47,17 +48,20 @@ def _handlers():
     assert {number: signal.getsignal(number) for number in numbers} == previous
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+# a fork of a process as large as that of a test takes a quarter of a second
 @pytest.mark.parametrize("handler", [signal.SIG_DFL, signal.SIG_IGN, before])
-def test_a_fork_has_the_handler_that_stood_before(number, handler):
-    previous = signal.signal(number, handler)
+def test_a_fork_has_the_handlers_that_stood_before(handler):
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+    previous = [signal.signal(number, handler) for number in numbers]
     try:
-        with handled_signals([number], ours):
-            assert handlers_in_a_fork([number]) == [str(handler)]
-            assert signal.getsignal(number) is ours  # the parent goes on with its own
-        assert handlers_in_a_fork([number]) == [str(handler)]
+        with handled_signals(numbers, ours):
+            assert handlers_in_a_fork(numbers) == [str(handler)] * 3
+            # the parent goes on with its own
+            assert all(signal.getsignal(number) is ours for number in numbers)
+        assert handlers_in_a_fork(numbers) == [str(handler)] * 3
     finally:
-        signal.signal(number, previous)
+        for number, previous_handler in zip(numbers, previous, strict=True):
+            signal.signal(number, previous_handler)
 
 
 def test_a_fork_within_two_contexts_has_the_outermost_handlers():
@@ -155,7 +159,7 @@ print(result.stopped, [worker.exitcode for worker in workers])
 
 
 def test_terminate_ends_the_workers_of_a_loader_that_started_while_fit_draws():
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": " ".join(QUICK_TO_COMPILE)}
     process = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FIT],
         env=environment,

@@ -51,7 +51,8 @@ def current_settings():
 
 
 def compile_something(number):
-    jax.jit(lambda x: jnp.sin(x) * number)(jnp.ones(3)).block_until_ready()
+    """Compile a new function, which jax has no program of in memory."""
+    jax.jit(lambda x: jnp.sin(x) * number)(np.ones(3, np.float32)).block_until_ready()
 
 
 def checkpoints(folder):
@@ -189,7 +190,6 @@ def test_a_program_that_a_killed_process_left_half_written_is_stored_again(
     entries = list(tmp_path.glob("*-cache"))
     for path in entries:
         path.write_bytes(path.read_bytes()[:num_bytes])
-    jax.clear_caches()
     with stored_programs("run", tmp_path):
         assert not list(tmp_path.glob("*-cache"))
         compile_something(5.5)
@@ -223,22 +223,23 @@ def test_a_program_of_one_device_is_loaded_on_the_device_of_its_arguments(
         monkeypatch.setattr(cache_key, name, getattr(cache_key, name))  # put back afterwards
     share_compiled_programs()
 
-    def double(x):
-        return x * 2.25
+    def doubled(device):
+        def double(x):  # a new function, which jax has no program of in memory
+            return x * 2.25
+
+        return jax.jit(double)(jax.device_put(np.arange(3.0, dtype=np.float32), device))
 
     with stored_programs("run", tmp_path):
         for number in (0, 3, 7):
-            jax.clear_caches()
             device = jax.devices()[number]
-            result = jax.jit(double)(jax.device_put(np.arange(3.0, dtype=np.float32), device))
+            result = doubled(device)
             assert result.devices() == {device}
             np.testing.assert_array_equal(result, [0, 2.25, 4.5])
     assert len(list(tmp_path.glob("jit_double-*-cache"))) == 1
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     with stored_programs("run", tmp_path):
         for number in (3, 7):
-            jax.clear_caches()
-            jax.jit(double)(jax.device_put(np.arange(3.0, dtype=np.float32), jax.devices()[number]))
+            doubled(jax.devices()[number])
     assert len(list(tmp_path.glob("jit_double-*-cache"))) == 1 + 2
 
 
