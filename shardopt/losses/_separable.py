@@ -56,7 +56,7 @@ from shardopt.separability._relations import (
     is_exactly_same,
 )
 from shardopt.separability._walk import relate_jaxprs
-from shardopt.trace._jaxprs import equations
+from shardopt.trace._jaxprs import CUSTOM, equations
 
 CUSTOM_VMAP = "jax.custom_batching.custom_vmap in it may mix rows."
 TRAINED_WEIGHT = (
@@ -119,6 +119,10 @@ class _LossTrace(NamedTuple):
         remaining = iter(of_outputs)
         for result in self.results:
             yield result, [next(remaining) for _ in result.leaves]
+
+    def has(self, *names: str) -> bool:
+        """Return whether an equation of the trace has one of these names."""
+        return any(eqn.primitive.name in names for eqn in equations(self.jaxpr))
 
 
 class Cut(NamedTuple):
@@ -381,7 +385,8 @@ def _find_unproved(
     """
     # derivative rules are traced one by one, which takes longest. So the values are checked without
     # them first.
-    for with_derivative_rules in (False, True) if loss_call.training else (False,):
+    has_rules = loss_call.training and whole_trace.has(*CUSTOM)
+    for with_derivative_rules in (False, True) if has_rules else (False,):
         proof = ProofSettings(
             relate_jaxprs,
             cut.pieces,
@@ -442,6 +447,8 @@ def _find_loop_over_rows(trace: _LossTrace, dims: Sequence[int | None]) -> Mixin
     """Return why the loss is no mean if a result follows from a loop whose number of turns follows
     from rows.
     """
+    if not trace.has("while"):
+        return None
     arguments: list[dict[int, None]] = [{} for _ in trace.jaxpr.in_avals]
     for i, dim in enumerate(dims):
         if dim is not None:
@@ -460,8 +467,11 @@ def _trained_weight_name(trace: _LossTrace) -> str | None:
 
     None if there is none.
     """
+    if not any(result.expected == "ratio" for result in trace.results):
+        return None
+    # one name for all parameters: a set for each would grow with the square of their number
     arguments = [
-        {i: None} if i < trace.num_params else {} for i, _ in enumerate(trace.jaxpr.in_avals)
+        {0: None} if i < trace.num_params else {} for i, _ in enumerate(trace.jaxpr.in_avals)
     ]
     used = leaves_used(trace.jaxpr, arguments, differentiated=True)
     num_weights = 0
