@@ -54,35 +54,39 @@ class DonatedState:
     def remember(self, state: PyTree) -> None:
         """Remember the state that a program returned, without keeping it alive."""
         leaves, self._structure = jax.tree.flatten(state)
+        self.remember_leaves(leaves)
+
+    def remember_leaves(self, leaves: Sequence[Any]) -> None:
+        """Remember the leaves of a state with the structure of the last one."""
         self._returned = list(map(weakref.ref, leaves))
 
-    def is_returned(self, state: PyTree) -> bool:
-        """Return whether a state is the one that a program returned last, with the same leaves."""
+    def returned_leaves(self, state: PyTree) -> list[Any] | None:
+        """Return the leaves of a state; None unless a program returned it last, with these leaves."""
         leaves, structure = jax.tree.flatten(state)
         returned = map(operator.call, self._returned)
-        return structure == self._structure and all(map(operator.is_, returned, leaves))
+        is_same = structure == self._structure and all(map(operator.is_, returned, leaves))
+        return leaves if is_same else None
 
-    def apart(self, state: PyTree, arrays: Sequence[jax.Array]) -> PyTree:
-        """Return a state that `is_returned` so that it shares no memory with the arrays of a call.
+    def apart(self, leaves: list[Any], arrays: Sequence[jax.Array]) -> list[Any]:
+        """Return the `returned_leaves` of a state so that they share no memory with the arrays of a
+        call.
 
         An array that no earlier call had, and that may be memory of the state, gets memory of its
         own. That costs a copy of it, and nothing for each leaf of the state.
         """
         unknown_arrays = [array for array in arrays if not self._is_known(array)]
         if not unknown_arrays:
-            return state
+            return leaves
         self._know(unknown_arrays)
         buffers = set(self._buffers)
         suspects = [array for array in unknown_arrays if _buffer_of(array) in buffers]
-        if not suspects:
-            return state
-        leaves = jax.tree.leaves(state)
         if not set(map(id, leaves)).isdisjoint(map(id, suspects)):
-            return self.distinct(state, leaves, arrays)
+            return self.distinct(leaves, leaves, arrays)
         for array in suspects:
-            own_copy = jax.device_put(array, array.sharding, may_alias=False)
+            target = array.sharding if array.committed else None
+            own_copy = jax.device_put(array, target, may_alias=False)
             cast(Any, array)._replace_with(own_copy)
-        return state
+        return leaves
 
     def distinct(
         self, state: PyTree, leaves: Sequence[jax.Array], other_leaves: Sequence[Any]

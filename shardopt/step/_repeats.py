@@ -7,7 +7,7 @@ and arrays that may share memory with the donated state.
 """
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 
 from shardopt.config._config import StrategyConfig
-from shardopt.core import PyTree, TrainState
+from shardopt.core import PyTree, TrainState, TreeDef
 from shardopt.runtime._turn import take_back_turn
 from shardopt.step._aliases import DonatedState
 from shardopt.step._cache import LayoutCache
@@ -35,15 +35,17 @@ class KnownForm(NamedTuple):
 
     Attributes:
       programs: the programs of the parameters of that step.
-      compiled: the program of the step.
+      call: the program of the step, from leaves to leaves.
+      results: the structure of its results.
       donated: gives each leaf of its state its own buffer.
       has_checked_values: whether values of numpy arrays in the batch are checked.
       arrays: the indices of leaves that are jax arrays.
-      moved: index -> where a leaf is moved, for jax arrays that live elsewhere.
+      moved: index -> where a leaf is moved, for jax arrays that are committed elsewhere.
     """
 
     programs: CompiledStep
-    compiled: jax.stages.Compiled
+    call: Callable[[list[Any], list[Any]], list[Any]]
+    results: TreeDef
     donated: DonatedState
     has_checked_values: bool
     arrays: tuple[int, ...]
@@ -80,7 +82,8 @@ class Repeats:
         batch = unwrap(batch)[0]
         leaves, structure = jax.tree.flatten(batch)
         form = self._forms.get((structure, tuple(map(_form_of, leaves))))
-        if form is None or not form.donated.is_returned(state) or state.step.is_deleted():
+        state_leaves = None if form is None else form.donated.returned_leaves(state)
+        if form is None or state_leaves is None or state.step.is_deleted():
             return None
         arrays = [leaves[index] for index in form.arrays]
         if any(map(is_deleted, arrays)):
@@ -89,15 +92,13 @@ class Repeats:
             check_values(self._config, batch)
         self._counter.check(state)
         self._cache.use(form.programs)
-        donated_state = form.donated.apart(state, arrays)
-        if form.moved:
-            for index, sharding in form.moved.items():
-                leaves[index] = jax.device_put(leaves[index], sharding)
-            batch = structure.unflatten(leaves)
+        donated_leaves = form.donated.apart(state_leaves, arrays)
+        for index, sharding in form.moved.items():
+            leaves[index] = jax.device_put(leaves[index], sharding)
         take_back_turn()
-        result = form.compiled(donated_state, batch)
-        form.donated.remember(result[0])
-        return result
+        results = form.call(donated_leaves, leaves)
+        form.donated.remember_leaves(results[: len(state_leaves)])
+        return form.results.unflatten(results)
 
     def learn(self, batch: PyTree, program: Program, placed: PyTree) -> None:
         """Remember the form of a batch with which a step was taken.
@@ -120,18 +121,41 @@ class Repeats:
         arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
         self._forms[structure, forms] = KnownForm(
             programs=cast(CompiledStep, self._cache.last()),
-            compiled=compiled,
+            call=_of_leaves(compiled, len(leaves)),
+            results=compiled.out_tree,
             donated=program.donated,
             has_checked_values=has_host_values and has_checked_values(self._config, batch),
             arrays=tuple(arrays),
             moved={
                 i: placed_leaves[i].sharding
                 for i in arrays
-                if not leaves[i].sharding.is_equivalent_to(
+                if leaves[i].committed
+                and not leaves[i].sharding.is_equivalent_to(
                     placed_leaves[i].sharding, leaves[i].ndim
                 )
             },
         )
+
+
+def _of_leaves(
+    compiled: jax.stages.Compiled, num_batch_leaves: int
+) -> Callable[[list[Any], list[Any]], list[Any]]:
+    """Return a program of a state and a batch as a function of their leaves, which returns leaves.
+
+    The leaves of the state are compared before and after each step in any case. So jax need not
+    flatten and build the trees once more.
+    """
+    program: Any = compiled  # type checkers do not know its attributes
+    num_state_leaves = compiled.in_tree.num_leaves - num_batch_leaves
+    arguments = [0] * num_state_leaves, [0] * num_batch_leaves
+    params = program._params._replace(
+        in_tree=jax.tree.structure((arguments, {})),
+        out_tree=jax.tree.structure([0] * compiled.out_tree.num_leaves),
+    )
+    call = program._executable.create_cpp_call(params)
+    if call is None:  # a callback to the host
+        return lambda *leaves: program.call(params, *leaves)[0]
+    return call
 
 
 def _has_debug_options() -> bool:
@@ -150,7 +174,7 @@ def _form_of(leaf: Any) -> Hashable:
     if kind is np.ndarray:
         return leaf.shape, leaf.dtype
     if _is_device_array(kind):
-        return leaf.shape, leaf.dtype, leaf.sharding
+        return leaf.shape, leaf.dtype, leaf.sharding, leaf.committed
     return kind if kind in _NUMBERS else None
 
 

@@ -69,25 +69,31 @@ def test_batches_of_several_forms_alternate(mesh_of):
         np.testing.assert_allclose(metrics["loss"], np.mean((X[:rows] @ values) ** 2), rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["numpy", "placed once", "placed anew"])
+@pytest.mark.parametrize("kind", ["numpy", "placed once", "placed anew", "not committed"])
 def test_no_addresses_are_read_for_a_batch_with_as_many_bytes_as_a_leaf(mesh_of, monkeypatch, kind):
     """The mesh has one device, which has the whole rows."""
     opt = strategy(mesh_of, data=1)
     placed = jax.device_put(X[:8], NamedSharding(opt.mesh, P("data")))
 
+    rows = {
+        "numpy": lambda: X[:8],
+        "placed once": lambda: placed,
+        "placed anew": lambda: jax.device_put(X[:8], placed.sharding),
+        "not committed": lambda: jnp.asarray(X[:8]),
+    }[kind]
+
     def batch():
-        fresh = jax.device_put(X[:8], placed.sharding)
-        return {
-            "x": {"numpy": X[:8], "placed once": placed, "placed anew": fresh}[kind],
-            "scale": 1,
-        }
+        return {"x": rows(), "scale": 1}
 
     state = opt.init(PARAMS)
     for _ in range(2):
         state, _ = opt.step(state, batch())
     monkeypatch.setattr(aliases, "_addresses", lambda _: pytest.fail("addresses were read"))
     for _ in range(2):
-        state, _ = opt.step(state, batch())
+        last = batch()
+        state, _ = opt.step(state, last)
+        np.testing.assert_array_equal(last["x"], X[:8])
+        assert getattr(last["x"], "committed", None) == getattr(rows(), "committed", None)
 
 
 def test_only_arrays_that_may_be_memory_of_the_state_are_copied(mesh_of, monkeypatch):
