@@ -4,6 +4,7 @@ A result must count as following from each argument that changes it. If only dif
 count, it follows from each argument that it has a gradient of.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -199,8 +200,14 @@ def _points() -> list[list[np.ndarray]]:
     return [[rng.normal(size=SIZE) for _ in ARGUMENTS] for _ in range(POINTS)]
 
 
+@functools.cache
+def _compiled(program: Program) -> Callable[..., Any]:
+    """Return one program for all points: op by op, each operation of it would be compiled."""
+    return jax.jit(lambda point: jax.tree.leaves(_function(program)(*point)))
+
+
 def _results(program: Program, point: Sequence[Any]) -> list[np.ndarray]:
-    return [np.asarray(x) for x in jax.tree.leaves(_function(program)(*point))]
+    return jax.device_get(_compiled(program)(point))
 
 
 def _function(program: Program) -> Callable[..., Any]:
@@ -237,30 +244,50 @@ def _gradients(program: Program) -> list[set[int]]:
         with as_users_have_it():
             gradients: list[set[int]] = [set() for _ in _results(program, _points()[0])]
             for point in _points():
-                for i in range(len(ARGUMENTS)):
-                    for k, tangent in enumerate(_tangents(program, point, i)):
-                        if tangent.dtype.kind == "f" and np.any(tangent):
+                for i, tangents in enumerate(_tangents(program, point)):
+                    for k, tangent in enumerate(tangents):
+                        if np.any(tangent):
                             gradients[k].add(i)
         _FACTS[key] = gradients
     return _FACTS[key]
 
 
-def _tangents(program: Program, point: Sequence[Any], i: int) -> list[np.ndarray]:
-    def of_argument(x: Any) -> list[Any]:
-        return jax.tree.leaves(_function(program)(*point[:i], x, *point[i + 1 :]))
-
+def _tangents(program: Program, point: Sequence[Any]) -> list[list[np.ndarray]]:
+    """Return the tangents of the results, for each argument; those of integers are zeros."""
     try:
-        results = jax.jvp(of_argument, (point[i],), (np.ones(SIZE),))[1]
+        return jax.device_get(_compiled_tangents(program, _by_jvp)(point))
     except TypeError:  # a custom_vjp has no tangents
-        results, pull_back = jax.vjp(of_argument, point[i])
-        slopes = []
-        for k in range(len(results)):
-            cotangents = [
-                (j == k) * jnp.ones_like(x)
-                if jnp.issubdtype(x.dtype, jnp.inexact)
-                else np.zeros(x.shape, jax.dtypes.float0)
-                for j, x in enumerate(results)
-            ]
-            slopes.append(np.asarray(pull_back(cotangents)[0]))
-        return slopes
-    return [np.asarray(x) for x in results]
+        return jax.device_get(_compiled_tangents(program, _by_vjp)(point))
+
+
+@functools.cache
+def _compiled_tangents(program: Program, way: Callable[..., Any]) -> Callable[..., Any]:
+    def of_all_arguments(point: Sequence[Any]) -> Any:
+        def of_argument(i: int) -> Any:
+            def run(x: Any) -> list[Any]:
+                return jax.tree.leaves(_function(program)(*point[:i], x, *point[i + 1 :]))
+
+            return way(run, point[i])
+
+        return [of_argument(i) for i in range(len(ARGUMENTS))]
+
+    return jax.jit(of_all_arguments)
+
+
+def _by_jvp(run: Callable[..., Any], x: Any) -> list[jax.Array]:
+    tangents = jax.jvp(run, (x,), (jnp.ones(SIZE),))[1]
+    return [jnp.zeros(()) if x.dtype == jax.dtypes.float0 else x for x in tangents]
+
+
+def _by_vjp(run: Callable[..., Any], x: Any) -> list[jax.Array]:
+    results, pull_back = jax.vjp(run, x)
+    slopes = []
+    for k in range(len(results)):
+        cotangents = [
+            (j == k) * jnp.ones_like(x)
+            if jnp.issubdtype(x.dtype, jnp.inexact)
+            else np.zeros(x.shape, jax.dtypes.float0)
+            for j, x in enumerate(results)
+        ]
+        slopes.append(pull_back(cotangents)[0])
+    return slopes

@@ -50,7 +50,8 @@ def test_the_kernel_adds_the_gradient_of_the_stream(dtype, tolerance, monkeypatc
         return pull((grad, norm_grad))
 
     wide = jax.jit(gradients)(*(array.astype(jnp.float32) for array in (x, scale, *grads)))
-    kernel_grads = kernels.gradient_of_norm(x, scale, 1e-2, *grads)
+    by_kernel = jax.jit(lambda x, scale, *grads: kernels.gradient_of_norm(x, scale, 1e-2, *grads))
+    kernel_grads = by_kernel(x, scale, *grads)
     assert kernel_grads[0].dtype == kernel_grads[1].dtype == dtype
     for a, b in zip(kernel_grads, wide, strict=True):
         assert relative_difference(a.astype(jnp.float32), b) < tolerance
@@ -83,17 +84,27 @@ def test_with_the_kernel_it_is_the_same_function(plus_one, on_tpu, monkeypatch):
 def test_a_factor_less_one_is_added_and_multiplied_in_float32(on_tpu):
     """It is rounded once, as in Gemma. Its gradient has its own dtype."""
     x, weight = draw(jnp.bfloat16, (1, 128, 128), (128,))
-    wide = x.astype(jnp.float32)
-    exact = (_norm.rms_norm(wide, 1 + weight.astype(jnp.float32), 1e-5)).astype(jnp.bfloat16)
-    _, by_kernel = _norm.norm_of_stream(x, weight, 1e-5, plus_one=True)
-    for output in by_kernel, _norm.rms_norm_plus_one(x, weight, 1e-5):
+
+    @jax.jit
+    def norms(x, weight):
+        wide = x.astype(jnp.float32)
+        exact = _norm.rms_norm(wide, 1 + weight.astype(jnp.float32), 1e-5).astype(jnp.bfloat16)
+        _, by_kernel = _norm.norm_of_stream(x, weight, 1e-5, plus_one=True)
+        # a barrier, or the compiler would leave out the first rounding
+        rounded = jax.lax.optimization_barrier(1 + weight)
+        return (
+            exact,
+            [by_kernel, _norm.rms_norm_plus_one(x, weight, 1e-5)],
+            _norm.rms_norm(x, rounded, 1e-5),
+        )
+
+    exact, outputs, rounded_twice = jax.device_get(norms(x, weight))
+    for output in outputs:
         assert output.dtype == jnp.bfloat16
-        assert jnp.mean(output == exact) > 0.99
-    rounded_twice = _norm.rms_norm(x, 1 + weight, 1e-5)
-    assert jnp.mean(rounded_twice == exact) < 0.9
-    assert (
-        jax.grad(lambda weight: stream(x, weight, plus_one=True), 0)(weight).dtype == jnp.bfloat16
-    )
+        assert np.mean(output == exact) > 0.99
+    assert np.mean(rounded_twice == exact) < 0.9
+    gradient = jax.grad(lambda weight: stream(x, weight, plus_one=True))
+    assert jax.eval_shape(gradient, weight).dtype == jnp.bfloat16
 
 
 def test_a_batch_of_scales_adds_the_gradient_of_the_stream_once(on_tpu, monkeypatch):
@@ -105,7 +116,8 @@ def test_a_batch_of_scales_adds_the_gradient_of_the_stream_once(on_tpu, monkeypa
     assert ON_TPU in str(jax.make_jaxpr(gradient)(x, scales))
     with_kernel = jax.jit(gradient)(x, scales)
     monkeypatch.undo()
-    plain = jax.grad(lambda x, scales: jnp.sum(jax.vmap(stream, (None, 0))(x, scales)))(x, scales)
+    plain_loss = lambda x, scales: jnp.sum(jax.vmap(stream, (None, 0))(x, scales))  # noqa: E731
+    plain = jax.jit(jax.grad(plain_loss))(x, scales)
     assert relative_difference(with_kernel, plain) < 1e-5
 
 
