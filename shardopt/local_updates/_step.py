@@ -41,7 +41,7 @@ from shardopt.step._compile import AotCompiled, make_program
 from shardopt.step._inputs import copied
 from shardopt.step._opt_state import init_opt_state
 from shardopt.step._optimizer import Metrics
-from shardopt.step._programs import CompiledStep, compile_evaluate
+from shardopt.step._programs import CompiledStep, compile_evaluate, init_programs
 from shardopt.step._step import metrics_of
 from shardopt.step._update import all_gather_params, apply_update
 
@@ -62,12 +62,13 @@ def compile_local_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
         ]
         return first_opt_state(local_layout, params, init_opt_state(config, layout, params), parts)
 
+    state_shardings = config.home.shardings(specs)
     return CompiledStep(
         layout=layout,
         abstract=abstract,
         specs=config.home.specs(specs),
-        shardings=config.home.shardings(specs),
-        init_opt_state=init_replicas,
+        shardings=state_shardings,
+        **init_programs(config, layout, state_shardings, init_replicas),
         step=LocalStep(local_layout, specs),
         evaluate=compile_evaluate(config, layout),
         synchronize=make_average(local_layout, specs),

@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.config._config import StrategyConfig
-from shardopt.config._layout import shardings
 from shardopt.core import PyTree, TrainState, calling, is_key, type_error
 from shardopt.step._cache import LayoutCache
 from shardopt.step._compile import AotCompiled, make_program
@@ -78,7 +77,6 @@ def make_state(
       key: the key that seeds the steps.
       init_key: the key of the function.
     """
-    in_shardings = (shardings(config.mesh, compiled.layout.specs.params),)
     if is_init_fn(params):
         placed_params = init_program(config, compiled, params)(_replicate_key(config, init_key))
     else:
@@ -87,17 +85,8 @@ def make_state(
             raise type_error("init was given shapes without values.", fix=fix)
         # device_put hands back the same buffer on a device that has it already, even with
         # may_alias=False.
-        copy = make_program(config, copied, in_shardings, compiled.shardings.params)
-        placed_params = copy(jax.tree.map(_put, params, compiled.shardings.params))
-
-    # A copy, because a transformation that keeps the parameters in its state would return the same
-    # buffers.
-    def init_opt_state(params):
-        return copied(compiled.init_opt_state(params))
-
-    opt_state = make_program(config, init_opt_state, in_shardings, compiled.shardings.opt_state)(
-        placed_params
-    )
+        placed_params = compiled.copy_params(jax.tree.map(_put, params, compiled.shardings.params))
+    opt_state = compiled.init_opt_state(placed_params)
     # fold_in, so that the steps do not draw the same numbers as init_fn.
     step_and_key = np.int32(0), np.asarray(jax.random.key_data(jax.random.fold_in(key, 0)))
     step, rng = jax.device_put(step_and_key, (compiled.shardings.step, compiled.shardings.rng))

@@ -10,7 +10,8 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.core import PyTree, TrainState
 from shardopt.losses._metrics import values
-from shardopt.step._compile import make_program
+from shardopt.step._compile import AotCompiled, make_program
+from shardopt.step._inputs import copied
 from shardopt.step._optimizer import Metrics
 
 
@@ -35,6 +36,7 @@ class CompiledStep(NamedTuple):
       abstract: the train state as shapes and dtypes.
       specs: the train state as `PartitionSpec`.
       shardings: the same as `NamedSharding`.
+      copy_params: `params -> params`, in memory of the state.
       init_opt_state: `params -> opt_state`, the first optimizer state, in the global view.
       step: `(state, batch) -> (state, metrics)`, donating the state; metrics may still have a kind.
       evaluate: `(params, batch) -> metrics`.
@@ -47,11 +49,34 @@ class CompiledStep(NamedTuple):
     abstract: TrainState
     specs: TrainState
     shardings: TrainState
-    init_opt_state: Callable[[PyTree], PyTree]
+    copy_params: AotCompiled
+    init_opt_state: AotCompiled
     step: Program
     evaluate: Program
     synchronize: Callable[[TrainState], TrainState]
     step_with_norms: Program | None = None
+
+
+def init_programs(
+    config: StrategyConfig,
+    layout: Layout,
+    state_shardings: TrainState,
+    init_opt_state: Callable[[PyTree], PyTree],
+) -> dict[str, AotCompiled]:
+    """Return the programs of `init`, so that all its calls share them."""
+    in_shardings = (shardings(config.mesh, layout.specs.params),)
+
+    # A copy, because a transformation that keeps the parameters in its state would return the same
+    # buffers.
+    def first_opt_state(params: PyTree) -> PyTree:
+        return copied(init_opt_state(params))
+
+    return {
+        "copy_params": make_program(config, copied, in_shardings, state_shardings.params),
+        "init_opt_state": make_program(
+            config, first_opt_state, in_shardings, state_shardings.opt_state
+        ),
+    }
 
 
 def compile_evaluate(config: StrategyConfig, layout: Layout) -> Program:

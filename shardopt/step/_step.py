@@ -19,7 +19,7 @@ from shardopt.step._aliases import DonatedState
 from shardopt.step._compile import make_program
 from shardopt.step._norms import Norms, norms_of
 from shardopt.step._opt_state import init_opt_state, join_opt_state, split_opt_state
-from shardopt.step._programs import CompiledStep, Program, compile_evaluate
+from shardopt.step._programs import CompiledStep, Program, compile_evaluate, init_programs
 from shardopt.step._results import TakenStep
 from shardopt.step._update import all_gather_params, apply_update, gradient_norm
 
@@ -59,7 +59,9 @@ def compile_step(
         abstract=layout.abstract,
         specs=config.home.specs(layout.specs),
         shardings=out_shardings,
-        init_opt_state=functools.partial(init_opt_state, config, layout),
+        **init_programs(
+            config, layout, out_shardings, functools.partial(init_opt_state, config, layout)
+        ),
         step=program(step, replicated),
         step_with_norms=program(step_with_norms, replicated, replicated),
         evaluate=compile_evaluate(config, layout),

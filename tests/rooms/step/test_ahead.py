@@ -50,6 +50,17 @@ def test_a_step_is_compiled_once_and_memory_given_back_before_it_runs(
     assert compiles == ["given back", "compiled", "given back", "ran", "ran"]
 
 
+def test_a_second_init_compiles_nothing(compiles, mesh_of):
+    opt = so.ddp(
+        optax.adam(0.1), mesh_of(data=2), lambda params, batch: jnp.mean((batch @ params) ** 2)
+    )
+    opt.init(np.ones(3, np.float32))
+    compiles.clear()
+    state = opt.init(np.zeros(3, np.float32))
+    assert compiles == []
+    np.testing.assert_array_equal(state.params, np.zeros(3))
+
+
 def test_a_step_within_a_jitted_function_is_not_compiled_by_itself(compiles, mesh_of):
     opt = so.ddp(
         optax.sgd(0.1), mesh_of(data=1), lambda params, batch: jnp.mean((batch @ params) ** 2)
