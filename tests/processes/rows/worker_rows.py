@@ -5,6 +5,7 @@ The part of the cases is `some` or `all`.
 It prints the result of each case, or its error, as one JSON line. See test_rows.py.
 """
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -48,6 +49,12 @@ def fsdp(loss=loss_fn, **options):
     return so.fsdp(optax.adam(0.05), so.make_mesh(), loss, min_shard_elements=1, **options)
 
 
+@functools.cache
+def shared():
+    """Return one strategy for all cases that train, so that its programs are compiled once."""
+    return fsdp()
+
+
 def begin(opt):
     return opt.init(first_params())
 
@@ -63,20 +70,19 @@ def losses(opt, batches):
 
 
 def step(batch, opt=None):
-    opt = opt or fsdp()
-    return float(opt.step(begin(opt), batch)[1]["loss"])
+    """Return the loss of a first step: what a strategy checks before it has a program."""
+    state = begin(opt or shared())
+    return float((opt or fsdp()).step(state, batch)[1]["loss"])
 
 
-def train(batches, opt=None, **options):
-    opt = opt or fsdp()
+def train(batches, **options):
     options = {"num_steps": 20, "progress": False} | options
-    result = so.fit(opt, begin(opt), batches, **options)
+    result = so.fit(shared(), begin(shared()), batches, **options)
     return [result.step, result.stopped]
 
 
 def evaluate(batches):
-    opt = fsdp()
-    return so.training.evaluation(opt, batches)(begin(opt))["val_loss"]
+    return so.training.evaluation(shared(), batches)(begin(shared()))["val_loss"]
 
 
 def transposed(batch):
@@ -164,8 +170,8 @@ many_leaves = [whole(0)["x"]] * 5 + [whole(rank)["x"]]
 three = range(3)
 CASES = {
     # equal to one device
-    "own fsdp": lambda: losses(fsdp(), map(own, three)),
-    "global fsdp": lambda: losses(fsdp(), so.GlobalRows(map(whole, three))),
+    "own fsdp": lambda: losses(shared(), map(own, three)),
+    "global fsdp": lambda: losses(shared(), so.GlobalRows(map(whole, three))),
     "own ddp": lambda: losses(ddp(), map(own, three)),
     "own micro-batches": lambda: losses(fsdp(micro_batches=2), map(own, three)),
     "own diloco": lambda: losses(diloco(), map(own, three))[::2],
@@ -173,10 +179,10 @@ CASES = {
         fsdp(loss_of_transposed, batch_dims=[("x", 1)]), (transposed(own(i)) for i in three)
     ),
     "same rows, tensor parallel": lambda: losses(tensor_parallel(), map(rows_of_pair, three)),
-    "own jax arrays": lambda: losses(fsdp(), (jax.tree.map(jnp.asarray, own(i)) for i in three)),
-    "own tensors": lambda: losses(fsdp(), (jax.tree.map(Tensor, own(i)) for i in three)),
-    "own lists": lambda: losses(fsdp(), (jax.tree.map(np.ndarray.tolist, own(i)) for i in three)),
-    "own float64": lambda: losses(fsdp(), (jax.tree.map(np.float64, own(i)) for i in three)),
+    "own jax arrays": lambda: losses(shared(), (jax.tree.map(jnp.asarray, own(i)) for i in three)),
+    "own tensors": lambda: losses(shared(), (jax.tree.map(Tensor, own(i)) for i in three)),
+    "own lists": lambda: losses(shared(), (jax.tree.map(np.ndarray.tolist, own(i)) for i in three)),
+    "own float64": lambda: losses(shared(), (jax.tree.map(np.float64, own(i)) for i in three)),
     "parts": lambda: {
         "data": fsdp().row_shard,
         "tensor in a process": shards(tensor=2),

@@ -2,6 +2,7 @@
 its parts. Otherwise it warns once, on any number of devices and in each view.
 """
 
+import functools
 import warnings
 
 import jax
@@ -60,11 +61,21 @@ OTHERS = {
 PLACES = [(1, "auto"), (4, "auto"), (4, "global")]
 
 
-def evaluate_twice(loss_fn, devices, view):
+def strategy_of(loss_fn, devices, view="auto"):
     mesh = so.make_mesh(devices=jax.devices()[:devices])
-    opt = so.ddp(optax.sgd(0.1), mesh, loss_fn, view=view)
+    return so.ddp(optax.sgd(0.1), mesh, loss_fn, view=view)
+
+
+@functools.cache
+def state_of(devices):
+    """Return a state for every loss on so many devices: evaluations take no memory of it."""
+    return strategy_of(MEANS["mean"], devices).init(PARAMS)
+
+
+def evaluate_twice(loss_fn, devices, view):
+    opt = strategy_of(loss_fn, devices, view)
     evaluate = so.training.evaluation(opt, [X[:4], X[4:12], X[12:]])
-    state = opt.init(PARAMS)
+    state = state_of(devices)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         evaluate(state)
@@ -102,9 +113,8 @@ def test_any_other_loss_warns_once_with_a_remedy(kind, devices, view):
 
 
 def test_one_batch_needs_no_proof():
-    mesh = so.make_mesh(devices=jax.devices()[:1])
-    opt = so.ddp(optax.sgd(0.1), mesh, OTHERS["a median"][0])
+    opt = strategy_of(OTHERS["a median"][0], 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        metrics = so.training.evaluation(opt, [X])(opt.init(PARAMS))
+        metrics = so.training.evaluation(opt, [X])(state_of(1))
     np.testing.assert_allclose(metrics["val_loss"], np.median(squares(PARAMS, X)), rtol=1e-5)
