@@ -31,7 +31,7 @@ install_import_hook(
 
 import jax
 import pytest
-from support.tiers import has_fast
+from support.tiers import has_fast, is_slow
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_filtering", "off")  # a test that fails shows every frame
@@ -68,12 +68,14 @@ def pytest_configure(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """With -m fast, import only files that have fast tests: importing all takes as long as a tenth
-    of the tier.
+    """With -m fast, import only files that have fast tests, and by default no file of slow tests:
+    importing all takes as long as a tenth of the fast tier.
     """
-    if config.option.markexpr != FAST or not collection_path.name.startswith("test_"):
+    has_no_tests = {FAST: lambda path: not has_fast(path), "not slow": is_slow}
+    decide = has_no_tests.get(config.option.markexpr)
+    if decide is None or not collection_path.name.startswith("test_"):
         return None
-    return None if has_fast(collection_path) else True
+    return True if decide(collection_path) else None
 
 
 def pytest_xdist_auto_num_workers(config):

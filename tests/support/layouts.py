@@ -145,10 +145,16 @@ LAYOUTS = {
 }
 
 
+@functools.cache
+def traced(shape, precision):
+    """Return the work of a model, which is the same for every layout."""
+    model = transformer.model(shape, precision=precision)
+    return trace(model, shape.abstract_params(), transformer.abstract_batch(shape, 1), rules=RULES)
+
+
 def predicted(layout, batch_size, shape=SHAPE, precision=None):
     """Return (placed, footprint, bytes sent by axis) of the traced model."""
-    model = transformer.model(shape, precision=precision)
-    work = trace(model, shape.abstract_params(), transformer.abstract_batch(shape, 1), rules=RULES)
+    work = traced(shape, precision)
     placed = place(work, layout, abstract_opt_state(work, TX))
     sent = by_axis(traffic(placed, batch_size=batch_size), layout.sizes)
     return placed, footprint(placed, batch_size=batch_size), sent

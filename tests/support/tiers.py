@@ -4,6 +4,7 @@ through `tiered`.
 `fast` is a mark for files that are pure Python or compile few programs. In such a file, `slow` and
 `default` take a test out of the fast tier."""
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -14,6 +15,13 @@ def has_fast(path: Path) -> bool:
     """Whether some test of a file may be of the fast tier."""
     text = path.read_text()
     return "mark.fast" in text or "fast=" in text
+
+
+def is_slow(path: Path) -> bool:
+    """Whether a file marks all its tests as slow."""
+    return bool(
+        re.search(r"^pytestmark = (\[\n    )?pytest\.mark\.slow\b", path.read_text(), re.MULTILINE)
+    )
 
 
 def tiered(
