@@ -148,6 +148,17 @@ def test_the_example_of_the_first_page_is_that_of_the_readme_which_runs():
     assert blocks(first) == blocks(readme)[:1]
 
 
+def test_code_fits_beside_the_list_of_pages():
+    """122 columns are in sight at 1280 pixels, by docs/extra.css."""
+    assert not [
+        (name_of(page), line)
+        for page in PAGES
+        for block in blocks(page.read_text())
+        for line in block.splitlines()
+        if len(line) > 122
+    ]
+
+
 def test_no_python_hides_in_a_block_of_another_name():
     for page in PAGES:
         for language, block in re.findall(
