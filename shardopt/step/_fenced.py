@@ -53,18 +53,17 @@ class FencedUpdate:
         trace = trace_of(_merged(program))
         inputs = trace.jaxpr.invars
         results = trace.jaxpr.outvars
-        mixed = {var for eqn in trace.jaxpr.eqns if _combines(eqn) for var in eqn.outvars}
-        by_element, read = slice_of(trace, results, stop={*inputs, *mixed})
-        norms = [var for var in read if var in mixed]
-        of_norms, sources = slice_of(trace, norms, stop=set(inputs))
         values = dict(zip(inputs, jax.tree.leaves(arguments), strict=True))
-        if norms:
-            # whole arrays on both sides, so that the partitioner divides no product of matrices
-            whole = shardings(config.mesh, PartitionSpec())
-            arrays = jax.lax.with_sharding_constraint([values[var] for var in sources], whole)
-            numbers = fenced(part_of(trace, of_norms, sources, norms), *arrays)
-            numbers = jax.lax.with_sharding_constraint(numbers, whole)
-            values |= dict(zip(norms, numbers, strict=True))
+        # whole arrays on both sides, so that the partitioner divides no product of matrices
+        whole = shardings(config.mesh, PartitionSpec())
+        for eqn in filter(_combines, trace.jaxpr.eqns):
+            equations, sources = slice_of(trace, eqn.outvars, stop={*values})
+            if sources:
+                arrays = jax.lax.with_sharding_constraint([values[var] for var in sources], whole)
+                numbers = fenced(part_of(trace, equations, sources, eqn.outvars), *arrays)
+                numbers = jax.lax.with_sharding_constraint(numbers, whole)
+                values |= dict(zip(eqn.outvars, numbers, strict=True))
+        by_element, read = slice_of(trace, results, stop={*values})
         shards = [values[var] for var in read]
         return with_leaves(shapes, fenced(part_of(trace, by_element, read, results), *shards))
 

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardopt.collectives import all_gather
+from shardopt.collectives._buckets import shards_of
+from shardopt.collectives._shards import all_to_all
 from shardopt.config._axes import AxisTable
 from shardopt.config._config import DDP, StrategyConfig
 from shardopt.config._layout import Layout
@@ -35,8 +37,6 @@ from shardopt.losses._loss import loss_of_rows, step_key
 from shardopt.losses._metrics import combined, factor, objective
 from shardopt.losses._per_row import row_numbers
 from shardopt.losses._sums import cut, leaf_wire, scale, sum_parts
-from shardopt.reducers._axis import all_gather_packed, all_to_all_packed
-from shardopt.reducers._mean import in_buckets
 from shardopt.step._fenced import FencedUpdate, fenced
 from shardopt.step._gradients import ExactSum, MicroBatches, PerDeviceView
 
@@ -67,7 +67,6 @@ def _check(config: StrategyConfig) -> None:
         f"{shares} devices hold rows, and a tree of two branches needs 1, 2, 4, 8, ...": bool(
             shares & (shares - 1)
         ),
-        "a pipeline has another order of sums": config.schedule is not None,
         "the partitioner orders the sums of view='global'": config.loss.view == "global",
         "replicas that train apart have another sum on each mesh": config.per_replica,
         "weights that a BlockModel rounds are gathered in 8 bits": config.gathers
@@ -221,8 +220,8 @@ def sum_tiles(parts: LossParts, axes: AxisTable) -> LossParts:
         return combined(
             metric,
             lambda x: _sum_pairs(jnp.where(x == 0, jnp.zeros_like(x), x))[None],
-            _as_is,
-            _as_is,
+            jnp.asarray,
+            jnp.asarray,
         )
 
     def sum_all(parts):
@@ -235,19 +234,15 @@ def sum_tiles(parts: LossParts, axes: AxisTable) -> LossParts:
     )
 
 
-def _as_is(x: jax.Array) -> jax.Array:
-    return x
-
-
 class TreeSum(ExactSum):
     """The `Reduce` that adds the sums of devices in the upper part of the tree.
 
-    An all-to-all and an all-gather send as many bytes as an all-reduce.
+    Each device keeps its shards of the sums, whatever the placement is.
     """
 
     def grad_specs(self, config: StrategyConfig, layout: Layout) -> list[PartitionSpec]:
-        """Return that each device has whole gradients, whose norm has one order."""
-        return [plan.data_spec(sharded=False) for plan in layout.trained]
+        """Return how the sums are sharded."""
+        return [plan.data_spec(sharded=True) for plan in layout.trained]
 
     def __call__(
         self,
@@ -259,18 +254,16 @@ class TreeSum(ExactSum):
         stored_order: Callable[[list[jax.Array]], list[jax.Array]],
     ) -> tuple[list[jax.Array], PyTree]:
         """Return the gradients of the union batch; there is no state."""
-        axes = config.axes.rows
-        devices = config.axes.num_row_shares
-
-        def sum_flat(flat, _):
-            shards = jnp.pad(flat, (0, -flat.size % devices)).reshape(devices, -1)
-            (received,) = all_to_all_packed([shards], axes)
-            (sums,) = all_gather_packed([_sum_pairs(received)[None]], axes)
-            return sums.reshape(-1)[: flat.size], flat
-
-        sums, _ = in_buckets(grads, [grad.dtype for grad in grads], sum_flat)
         remaining_factor = factor(loss, 1)
-        return [
-            scale(grad, remaining_factor).astype(plan.dtype)
-            for grad, plan in zip(sums, layout.trained, strict=True)
-        ], state
+
+        def mean(grad, plan):
+            axes = config.axes.rows
+            if plan.dim is not None:
+                rows = shards_of(grad, plan.dim, jax.lax.axis_size(plan.axes))
+                grad = _sum_pairs(all_to_all(rows, plan.axes, 0, 0))
+                axes = tuple(axis for axis in axes if axis not in plan.shard_axes)
+            if axes:
+                grad = _sum_pairs(jax.lax.all_gather(grad, axes))
+            return scale(grad, remaining_factor).astype(plan.dtype)
+
+        return list(map(mean, grads, layout.trained)), state

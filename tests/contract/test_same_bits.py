@@ -215,6 +215,9 @@ def test_parameters_gathered_in_half_precision_have_the_same_bits(mesh_of):
     assert history(first)[0] == history(second)[0]
 
 
+SHARDED_MESHES = [(PLACEMENTS["zero2"], {"data": 4}), (PLACEMENTS["fsdp"], {"data": 4})]
+
+
 def with_statistics(params, batch):
     """The loss of weights in bfloat16, with a running mean that no gradient trains."""
     hidden = jnp.tanh(batch["x"].astype(jnp.bfloat16) @ params["in"])
@@ -231,8 +234,8 @@ def test_half_precision_and_running_statistics_have_the_same_bits(mesh_of):
         "mean": np.zeros(5, np.float32),
     }
     digests = set()
-    for sizes in MESHES:
-        opt = so.ddp(
+    for strategy, sizes in [*zip([so.ddp] * 4, MESHES, strict=True), *SHARDED_MESHES]:
+        opt = strategy(
             optax.adamw(0.01),
             mesh_of(**sizes),
             with_statistics,
