@@ -276,8 +276,8 @@ def test_rows_longer_than_a_table_of_positions_are_refused_when_traced():
 @pytest.mark.parametrize("token", [-1, V, -100])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_prompt_that_the_model_cannot_read_is_refused(name, token):
-    module, config = CONFIGS[name]
-    params = module.init(config, jax.random.key(0))
+    _, config = CONFIGS[name]
+    params, _ = model_of(name)
     with pytest.raises(ValueError, match=f"sample: ids .*\n  tokens: {token}, and the model has"):
         so.models.sample(params, config, np.array([[1, token]]), jax.random.key(0), num_tokens=1)
 

@@ -465,7 +465,8 @@ def ppo():
         entropy = -jnp.sum(jnp.exp(log_probs) * log_probs, -1).mean()
         return policy + 0.5 * errors.mean() - 0.01 * entropy, {"entropy": entropy}
 
-    return Case(model.init(jax.random.key(0), jnp.zeros((1, 12))), loss_fn, make_batch, mixing=True)
+    params = jax.jit(model.init)(jax.random.key(0), np.zeros((1, 12), np.float32))
+    return Case(params, loss_fn, make_batch, mixing=True)
 
 
 def clip():
@@ -490,7 +491,8 @@ def clip():
     def make(draw):
         return {"image": draw.normal(size=(ROWS, 12)), "text": draw.normal(size=(ROWS, 10))}
 
-    params = model.init(jax.random.key(0), jnp.zeros((1, 12)), jnp.zeros((1, 10)))
+    inputs = np.zeros((1, 12), np.float32), np.zeros((1, 10), np.float32)
+    params = jax.jit(model.init)(jax.random.key(0), *inputs)
     return Case(params, loss_fn, make, mixing=True)
 
 

@@ -117,7 +117,7 @@ def _linen(weighted: bool):
             return linen.Dense(8, name="down")(linen.RMSNorm(name="norm")(hidden))
 
     net = Net()
-    params = net.init(jax.random.key(0), jnp.zeros((1, 12), jnp.float32))
+    params = jax.jit(net.init)(jax.random.key(0), np.zeros((1, 12), np.float32))
 
     def loss_fn(params, batch):
         return reduce(((net.apply(params, batch["x"]) - batch["y"]) ** 2).mean(-1), batch, weighted)

@@ -10,6 +10,7 @@ from flax import linen, nnx
 
 import shardopt as so
 from shardopt.models import gpt
+from support.host import host_params
 
 KEY = jax.random.key(0)
 DRAW = np.random.default_rng(0)
@@ -434,7 +435,7 @@ def of_gpt(weighted):
         )
         return model.loss_fn(params, {"tokens": batch["tokens"], **weights})
 
-    return gpt.init(config, KEY), loss
+    return host_params(gpt.init, config), loss
 
 
 PLAIN = [mean_squared, by_hand, weighted, decayed, half_precision, classified, along_axis, one_hot, integer_labels, vmapped,

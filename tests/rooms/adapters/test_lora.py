@@ -61,6 +61,11 @@ def gpt_params(adapted):
     return jax.tree_util.tree_map_with_path(nonzero, params)
 
 
+def begun(adapted, params, seed):
+    """Return the first parameters with adapters, by one program."""
+    return jax.jit(adapted.init)(params, jax.random.key(seed))
+
+
 def factors(params):
     """Return key path -> A or B, on the host."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
@@ -312,7 +317,7 @@ def test_low_rank_products_leave_out_the_gradients_of_weights(mesh_of):
 def test_init_changes_nothing_and_merge_adds_the_product():
     adapted = adapted_gpt()
     params = host_params(gpt.init, CONFIG)
-    start = adapted.init(params, jax.random.key(1))
+    start = begun(adapted, params, 1)
     for merged, leaf in zip(
         jax.tree.leaves(adapted.merge(start)), jax.tree.leaves(params), strict=True
     ):
@@ -355,10 +360,10 @@ def small(base="float", size=4):
 @pytest.mark.parametrize("base", ["float", "nf4"])
 def test_adapters_are_loaded_as_they_were_saved_on_any_mesh(base, tmp_path, mesh_of):
     adapted, params = small(base)
-    trained = adapted.init(params, jax.random.key(0))
+    trained = begun(adapted, params, 0)
     trained["w"] = dataclasses.replace(trained["w"], lora_b=jnp.arange(8.0).reshape(2, 4))
     adapted.save(tmp_path, trained)
-    start = adapted.init(params, jax.random.key(1))
+    start = begun(adapted, params, 1)
 
     def on_mesh(leaf, spec):
         return jax.device_put(leaf, jax.sharding.NamedSharding(mesh_of(data=2), spec))
@@ -377,7 +382,7 @@ def test_adapters_are_loaded_as_they_were_saved_on_any_mesh(base, tmp_path, mesh
 @pytest.mark.fast
 def test_adapters_of_another_base_or_other_settings_are_refused(tmp_path):
     adapted, params = small()
-    adapted.save(tmp_path, adapted.init(params, jax.random.key(0)))
+    adapted.save(tmp_path, begun(adapted, params, 0))
     swapped = {
         **params,
         "w": params["w"].at[0, 0].set(params["w"][0, 1]).at[0, 1].set(params["w"][0, 0]),
@@ -386,18 +391,18 @@ def test_adapters_of_another_base_or_other_settings_are_refused(tmp_path):
         ValueError,
         match=r"^lora.load: the adapters were trained on another base: its hash was \w{32}",
     ):
-        adapted.load(tmp_path, adapted.init(swapped, jax.random.key(0)))
+        adapted.load(tmp_path, begun(adapted, swapped, 0))
     other = dataclasses.replace(adapted, rank=3)
     message = (
         "lora.load: the adapters were trained with other settings.\n  rank: 2 in the folder, 3"
         " here\nFix: use their settings."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        other.load(tmp_path, other.init(params, jax.random.key(0)))
+        other.load(tmp_path, begun(other, params, 0))
     with pytest.raises(
         FileNotFoundError, match=r"has no adapter_config[.]json, so it holds no adapters"
     ):
-        adapted.load(tmp_path / "none", adapted.init(params, jax.random.key(0)))
+        adapted.load(tmp_path / "none", begun(adapted, params, 0))
 
 
 class TwoLayers(eqx.Module):
@@ -473,7 +478,7 @@ def test_experts_have_adapters_on_every_mesh(mesh_of):
             min_shard_elements=1,
             view="per_device",
         )
-        state = opt.init(adapted.init(params, jax.random.key(1)))
+        state = opt.init(begun(adapted, params, 1))
         for _ in range(3):
             state, _ = opt.step(state, {"tokens": TOKENS})
         results.append(factors(state.params))
@@ -571,4 +576,4 @@ def test_targets_that_do_not_fit_are_refused_at_once():
         " with targets, leave vectors out, and describe other weights with matrices=."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        adapted.init(params, jax.random.key(0))
+        begun(adapted, params, 0)

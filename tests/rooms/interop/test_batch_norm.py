@@ -106,7 +106,7 @@ def linen_model(is_custom):
             )(x)
             return linen.Dense(2)(jnp.tanh(x))
 
-    variables = Net().init(jax.random.key(0), X)
+    variables = jax.jit(Net().init)(jax.random.key(0), X)
 
     def forward(params, stats, x):
         y, new = Net().apply({"params": params, "batch_stats": stats}, x, mutable=["batch_stats"])
@@ -140,7 +140,7 @@ def haiku_model(is_custom):
         return hk.Linear(2)(jnp.tanh(norm(hk.Linear(8)(x), is_training=True)))
 
     net = hk.without_apply_rng(hk.transform_with_state(net))
-    return *net.init(jax.random.key(0), X), net.apply
+    return *jax.jit(net.init)(jax.random.key(0), X), net.apply
 
 
 def equinox_model(is_custom):

@@ -89,7 +89,8 @@ def test_results_are_those_of_plain_attention(case, monkeypatch):
     case = CASES[case]
     query, key, value, segments, mask = operands(case)
     rule = MaskRule(case.causal, case.window, case.softcap)
-    results = splash_forward.attend(query, key, value, segments, segments, rule)
+    attend = jax.jit(lambda *operands: splash_forward.attend(*operands, segments, segments, rule))
+    results = attend(query, key, value)
     assert results[0].dtype == query.dtype
     tolerance = 2e-5 if case.dtype == "float32" else 2e-2
     for values, expected in zip(results, plain(query, key, value, mask, case.softcap), strict=True):
@@ -105,16 +106,26 @@ def test_a_query_that_sees_no_key_has_no_weight():
     query, key, value, *_ = operands(Case(heads=(1, 1), width=8, values=8))
     segments = jnp.asarray([[7] * 100 + [1] * 156] * 2, jnp.int32)
     key_segments = jnp.ones((2, 256), jnp.int32)
-    mixed, logsumexp = splash_forward.attend(
-        query, key, value, segments, key_segments, MaskRule(True, None)
-    )
+
+    @jax.jit
+    def attend(query, key, value):
+        return splash_forward.attend(
+            query, key, value, segments, key_segments, MaskRule(True, None)
+        )
+
+    mixed, logsumexp = attend(query, key, value)
     assert np.isfinite(mixed).all()
     assert (np.asarray(logsumexp)[:, :, :100] < HIDDEN / 2).all()
     assert (np.abs(logsumexp)[:, :, 100:] < 100).all()
     grouped = query[:, :, None]
     state = State(jnp.zeros(grouped.shape[:-1]), jnp.ones(grouped.shape[:-1]), grouped)
-    keys = Keys(key, value, Marks(None, key_segments))
-    after = splash.absorb(state, grouped, Marks(None, segments), keys, MaskRule(True, None))
+
+    @jax.jit
+    def absorb(state, grouped, key, value):
+        keys = Keys(key, value, Marks(None, key_segments))
+        return splash.absorb(state, grouped, Marks(None, segments), keys, MaskRule(True, None))
+
+    after = absorb(state, grouped, key, value)
     for first, second in zip(state, after, strict=True):
         np.testing.assert_array_equal(first[:, :, :, :100], second[:, :, :, :100])
         assert (np.asarray(first)[:, :, :, 100:] != np.asarray(second)[:, :, :, 100:]).any()
@@ -134,7 +145,8 @@ def test_rows_whose_keys_do_not_fit_into_memory_are_mixed_by_the_kernel_of_jax(m
     assert [heads_of(limit + offset) for limit in limits for offset in (-2, 2)] == [0, 1, 1, 2]
     monkeypatch.setattr(splash, "vmem", lambda: 2**20)
     monkeypatch.setattr(splash, "attend", None)
-    results = splash._run_kernel(query, key, value, None, None, MaskRule(True, None))
+    run = jax.jit(lambda *operands: splash._run_kernel(*operands, None, None, MaskRule(True, None)))
+    results = run(query, key, value)
     for values, expected in zip(results, plain(query, key, value, mask, None), strict=True):
         np.testing.assert_allclose(values, expected, atol=2e-5)
 

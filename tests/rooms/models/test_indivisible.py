@@ -2,10 +2,10 @@
 leaves stay whole, and the report says so with sizes that would divide. Steps equal one device.
 """
 
-import jax
 import numpy as np
 import optax
 import pytest
+from support.host import host_params
 from support.reference import relative_difference, train
 from support.tiers import tiered
 
@@ -29,8 +29,7 @@ def of_decoder(config, replicated_leaves):
 
 def case(name):
     module, config, rules, replicated_leaves = CASES[name]()
-    params = jax.device_get(module.init(config, jax.random.key(0)))
-    return module.model(config), params, rules, replicated_leaves
+    return module.model(config), host_params(module.init, config), rules, replicated_leaves
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 from support import oracle
+from support.host import host_params
 from support.tiers import tiered
 
 from shardopt.models import decoder, from_pretrained
@@ -392,7 +393,7 @@ def test_an_index_that_leaves_the_folder_is_refused(tmp_path):
 
 def test_parameters_of_another_model_are_not_saved(tmp_path):
     model = from_pretrained(folder_of(tmp_path, "llama2"))
-    params = decoder.init(dataclasses.replace(model.config, hidden=32), jax.random.key(0))
+    params = host_params(decoder.init, dataclasses.replace(model.config, hidden=32))
     with pytest.raises(
         ValueError, match=re.escape("blocks/mlp/down: (2, 32, 32), must be (2, 48, 32)")
     ):
