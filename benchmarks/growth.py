@@ -1,13 +1,12 @@
-"""How the cost of shardopt grows next to plain jax with the same shardings: a call of a step, fit,
-trace and lowering, reports, the first state, restoring.
+"""How the cost of shardopt grows next to plain jax with the same shardings: trace and lowering,
+reports, the first state, restoring. `small_steps.py` has the calls of steps.
 
-Run: python benchmarks/growth.py [--parts small placed lower report init restore] [--rounds 5]
+Run: python benchmarks/growth.py [--parts lower report init restore] [--rounds 5]
 
 Control: `jax.jit` of value_and_grad, optax and the norm of the gradient, with the placements of the
-strategy; orbax alone for `restore`. Seconds are of `time.process_time` (of the calling thread for
-steps), so they count work and not waits. The smallest of the rounds counts, and contestants take
-turns. Claims: a step takes at most 0.1 ms of Python beyond plain jit and `fit` 0.2; trace and
-lowering at most 1.3 times plain; a report 1 s; restoring 1.2 times orbax, digests included.
+strategy; orbax alone for `restore`. Seconds are of `time.process_time`, so they count work and not
+waits. The smallest of the rounds counts, and contestants take turns. Claims: trace and lowering at
+most 1.3 times plain; a report 1 s; restoring 1.2 times orbax, digests included.
 """
 
 import argparse
@@ -30,9 +29,7 @@ from jax.sharding import PartitionSpec as P
 import shardopt as so
 
 TX = optax.adamw(0.1)
-SMALL = {"64 x 32": (64, 1), "128 x 128, 4 layers": (128, 4), "256 x 256, 8 layers": (256, 8)}
 LEAVES = (100, 1000)
-CALLS = 500
 
 
 def loss_fn(params, batch):
@@ -46,13 +43,13 @@ def shapes(count, width=16):
     return {f"w{i}": jax.ShapeDtypeStruct((width, width), jnp.float32) for i in range(count)}
 
 
-def plain_step(shardings, mesh):
+def plain_step(shardings, mesh, loss_fn=loss_fn, tx=TX):
     """The step in plain jax, with the placements of a strategy."""
 
     def step(state, batch):
         params, opt_state = state
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        updates, opt_state = TX.update(grads, opt_state, params)
+        updates, opt_state = tx.update(grads, opt_state, params)
         metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
         return (optax.apply_updates(params, updates), opt_state), metrics
 
@@ -72,84 +69,8 @@ def smallest(rounds, contestants, clock):
     return {name: min(values) for name, values in seconds.items()}
 
 
-def loop(step, state, batch, calls):
-    """Return a function that takes steps, at most two at a time, as `opt.step` does on CPU."""
-    kept = {"state": state}
-
-    def run():
-        waiting = None
-        for _ in range(calls):
-            kept["state"], metrics = step(kept["state"], batch)
-            jax.block_until_ready(waiting)
-            waiting = metrics["loss"]
-        jax.block_until_ready(kept["state"])
-
-    run()
-    return run
-
-
-def contestants_of_steps(strategy, mesh, params, batch, calls, place):
-    opt = strategy(TX, mesh, loss_fn)
-    state = opt.init(params)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    plain_state = jax.device_put((params, TX.init(params)), (shardings.params, shardings.opt_state))
-    rows = NamedSharding(mesh, P("data"))
-    ours = jax.device_put(batch, rows) if place else batch
-    plain = plain_step(shardings, mesh)
-    return opt, {
-        "plain": loop(plain, plain_state, jax.device_put(batch, rows) if place else batch, calls),
-        "shardopt": loop(opt.step, state, ours, calls),
-    }
-
-
 def batch_of(rows, width):
     return {name: np.ones((rows, width), np.float32) for name in "xy"}
-
-
-def small(rounds):
-    """Milliseconds of the calling thread for a call, on one device, with numpy batches."""
-    results = {}
-    mesh = so.make_mesh(data=1, devices=jax.devices()[:1])
-    for name, (width, layers) in SMALL.items():
-        params = {f"w{i}": np.eye(width, dtype=np.float32) for i in range(layers)}
-        batch = batch_of(64, width)
-        opt, contestants = contestants_of_steps(so.ddp, mesh, params, batch, CALLS, place=False)
-
-        kept = {"state": opt.init(params)}
-
-        def fit(opt=opt, kept=kept, batch=batch):
-            result = so.fit(
-                opt,
-                so.replace(kept["state"], step=0),
-                [batch] * CALLS,
-                num_steps=CALLS,
-                log=lambda *_: None,
-                progress=False,
-            )
-            kept["state"] = result.state
-
-        fit()
-        seconds = smallest(rounds, contestants | {"fit": fit}, time.thread_time)
-        results[name] = {who: value / CALLS * 1e3 for who, value in seconds.items()}
-        beyond = results[name]["shardopt"] - results[name]["plain"]
-        beyond_of_fit = results[name]["fit"] - results[name]["plain"]
-        print(f"{name:22} step {beyond:6.3f} ms beyond plain jit, fit {beyond_of_fit:6.3f}")
-    return results
-
-
-def placed(rounds):
-    """Steps with batches that are placed, of as many bytes on a device as a leaf of the state."""
-    results = {}
-    mesh = so.make_mesh(data=8)
-    for count in LEAVES:
-        params = {f"w{i}": np.eye(16, dtype=np.float32) for i in range(count)}
-        _, contestants = contestants_of_steps(
-            so.ddp, mesh, params, batch_of(128, 16), 2, place=True
-        )
-        seconds = smallest(rounds, contestants, time.process_time)
-        results[count] = seconds | {"ratio": seconds["shardopt"] / seconds["plain"]}
-        print(f"step, {count} leaves, batch placed: {results[count]['ratio']:.2f} of plain jit")
-    return results
 
 
 def lower(rounds):
@@ -263,7 +184,7 @@ def restore(rounds):
     return seconds | {"ratio": ratio}
 
 
-PARTS = {part.__name__: part for part in (small, placed, lower, report, init, restore)}
+PARTS = {part.__name__: part for part in (lower, report, init, restore)}
 
 
 def main():

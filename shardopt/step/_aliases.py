@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
@@ -83,8 +84,9 @@ class DonatedState:
         if not set(map(id, leaves)).isdisjoint(map(id, suspects)):
             return self.distinct(leaves, leaves, arrays)
         for array in suspects:
-            target = array.sharding if array.committed else None
-            own_copy = jax.device_put(array, target, may_alias=False)
+            sharding = array.sharding if array.committed else None
+            with without_mesh():
+                own_copy = _copy_to(sharding)(array)
             cast(Any, array)._replace_with(own_copy)
         return leaves
 
@@ -140,6 +142,11 @@ class DonatedState:
 @functools.lru_cache(maxsize=8)
 def _copy_program(mesh: Mesh, shardings: tuple[Sharding, ...]) -> jax.stages.Wrapped:
     return jax.jit(on_mesh(mesh, copied), out_shardings=list(shardings))
+
+
+@functools.lru_cache(maxsize=64)
+def _copy_to(sharding: Sharding | None) -> jax.stages.Wrapped:
+    return jax.jit(jnp.copy, out_shardings=sharding)
 
 
 def _sharing(
