@@ -123,8 +123,9 @@ def cut_batch(
 def row_counts(config: StrategyConfig, batch: PyTree) -> frozenset[int]:
     """Return the numbers of rows that the leaves of a batch have: a single number if they agree."""
     if not config.batch_dims:  # no rule, so no key paths
-        shapes = map(np.shape, jax.tree.leaves(batch))
-        return frozenset(shape[0] for shape in shapes if shape)
+        leaves = jax.tree.leaves(batch)
+        shapes = [leaf.shape if hasattr(leaf, "shape") else np.shape(leaf) for leaf in leaves]
+        return frozenset([shape[0] for shape in shapes if shape])
     return _sizes_of_dim(config, batch, row_dim)
 
 

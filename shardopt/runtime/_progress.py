@@ -146,7 +146,12 @@ def _note_duration(lane: str, phase: str, seconds: float) -> None:
     twice the first.
     """
     count, expected_seconds = _durations.get((lane, phase), (0, -1.0))
-    expected_seconds = (2 * seconds, 3 * seconds, max(expected_seconds, 3 * seconds))[min(count, 2)]
+    if count == 0:
+        expected_seconds = 2 * seconds
+    elif count == 1:
+        expected_seconds = 3 * seconds
+    else:
+        expected_seconds = max(expected_seconds, 3 * seconds)
     _durations[lane, phase] = (count + 1, expected_seconds)
 
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -109,22 +109,20 @@ class Meter:
 
     def _fetch(self, pending: "_Pending", *, all_metrics: bool) -> dict[str, float]:
         tolerated = pending.tolerated is not None and bool(jax.device_get(pending.tolerated))
-        if all_metrics or tolerated:
-            requested = {"loss": pending.metrics["loss"], **pending.metrics}  # the loss first
+        loss = pending.metrics["loss"]
+        if all_metrics or tolerated or _has_transfer_guard():
+            requested = {"loss": loss, **pending.metrics}  # the loss first
             fetched = jax.device_get(requested)
             # jax sorts dicts
             values = {name: fetched[name].item() for name in requested}
-        else:
-            # one copy of one array is a tenth of the work of a tree
-            copy = pending.metrics["loss"]
-            with jax.transfer_guard_device_to_host("allow"):
-                if isinstance(copy, jax.Array):
-                    copy = copy.addressable_data(0)
-                values = {"loss": copy.item()}
+        else:  # one copy of one array is a fifth of the work
+            copy = loss.addressable_data(0) if isinstance(loss, jax.Array) else loss
+            values = {"loss": copy.item()}
         if tolerated:
             self._report_skipped(pending.step, pending.position, values)
-        elif not math.isfinite(loss := values["loss"]):
-            _fail(f"the loss became {loss}", pending.step - 1, pending.position, self._checkpoints)
+        elif not math.isfinite(values["loss"]):
+            cause = f"the loss became {values['loss']}"
+            _fail(cause, pending.step - 1, pending.position, self._checkpoints)
         return values | self._speed(pending.examples, finished=all_metrics)
 
     def _speed(self, examples: int, *, finished: bool) -> dict[str, float]:
@@ -145,6 +143,12 @@ class Meter:
         self._steps = 0
         self._examples = 0
         return speed
+
+
+def _has_transfer_guard() -> bool:
+    """Return whether only `jax.device_get` may read an array."""
+    jax_options: Any = jax.config  # type checkers do not know its attributes
+    return jax_options.jax_transfer_guard_device_to_host not in (None, "allow")
 
 
 class _Pending(NamedTuple):
