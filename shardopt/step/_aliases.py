@@ -49,6 +49,7 @@ class DonatedState:
         self._returned: list[weakref.ref[Any]] = []
         self._structure: Any = None
         self._buffers: list[tuple[int, Any]] = []
+        self._kinds: set[tuple[int, Any]] = set()
         self._known: dict[int, weakref.ref[Any]] = {}
         self._most_known = _KNOWN_ARRAYS
 
@@ -79,8 +80,7 @@ class DonatedState:
         if not unknown_arrays:
             return leaves
         self._know(unknown_arrays)
-        buffers = set(self._buffers)
-        suspects = [array for array in unknown_arrays if _buffer_of(array) in buffers]
+        suspects = [array for array in unknown_arrays if _buffer_of(array) in self._kinds]
         if not set(map(id, leaves)).isdisjoint(map(id, suspects)):
             return self.distinct(leaves, leaves, arrays)
         for array in suspects:
@@ -103,6 +103,7 @@ class DonatedState:
         other_arrays = [leaf for leaf in other_leaves if isinstance(leaf, jax.Array)]
         if len(self._returned) != len(leaves):  # the first call
             self._buffers = list(map(_buffer_of, leaves))
+            self._kinds = set(self._buffers)
             new_leaves = leaves
         else:
             new_leaves = [
