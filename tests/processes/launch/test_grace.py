@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from shardopt.runtime import _launch
 from shardopt.runtime._launch import launch
 
 HEAD = """
@@ -55,16 +56,17 @@ def run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("script", "processes", "names"),
+    ("script", "processes", "grace", "names"),
     [
-        ("deaf(); stop_the_job(signal.SIGTERM)", 2, "processes 0 and 1 did not end"),
-        ("deaf(); stop_the_job(signal.SIGINT)", 2, "processes 0 and 1 did not end"),
-        ("if rank == 1: deaf()\nstop_the_job(signal.SIGTERM)", 4, "process 1 did not end"),
-        ("saving(60 * (rank > 1), 0); stop_the_job(signal.SIGTERM)", 4, "processes 2 and 3 did"),
+        ("deaf(); stop_the_job(signal.SIGTERM)", 2, 0.2, "processes 0 and 1 did not end"),
+        ("deaf(); stop_the_job(signal.SIGINT)", 2, 0.2, "processes 0 and 1 did not end"),
+        # some have to end within it
+        ("if rank == 1: deaf()\nstop_the_job(signal.SIGTERM)", 4, 1.0, "process 1 did not end"),
+        ("saving(60 * (rank > 1), 0); stop_the_job(signal.SIGTERM)", 4, 1.0, "processes 2 and 3"),
     ],
 )
-def test_processes_that_run_on_are_named_and_killed(run, script, processes, names):
-    code, messages, _ = run(script, processes, grace=1.0)
+def test_processes_that_run_on_are_named_and_killed(run, script, processes, grace, names):
+    code, messages, _ = run(script, processes, grace=grace)
     assert code in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
     assert messages[0].startswith(f"launch: {names}")
     assert messages[0].endswith("killed (--grace).")
@@ -74,11 +76,13 @@ def test_processes_that_run_on_are_named_and_killed(run, script, processes, name
     ("seconds", "code"),
     [
         ("0.1", "0"),
-        ("4.5 * rank", "0"),  # longer than processes get after a failure
-        pytest.param("4.5 * rank", "143 if rank == 0 else 0", marks=pytest.mark.slow),
+        ("1.0 * rank", "0"),
+        pytest.param("1.0 * rank", "143 if rank == 0 else 0", marks=pytest.mark.slow),
     ],
 )
-def test_processes_that_save_have_the_whole_grace(run, seconds, code):
+def test_processes_that_save_have_the_whole_grace(run, seconds, code, monkeypatch):
+    """However little time processes get after a failure."""
+    monkeypatch.setattr(_launch, "_GRACE", 0.2)
     script = f"saving({seconds}, {code}); stop_the_job(signal.SIGTERM)"
     exit_code, messages, saved = run(script, 2, grace=60.0)
     assert saved == [0, 1]
