@@ -3,6 +3,9 @@
 import functools
 import hashlib
 import itertools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -168,6 +171,34 @@ def test_blocks_have_the_same_bits(strategy, mesh_of):
             state, metrics = opt.step(state, batch_of(16, seed))
         digests.add(digest((state.params, state.opt_state, metrics)))
     assert len(digests) == 1
+
+
+OPTIMISED = """
+import jax, numpy as np, optax, shardopt as so
+from shardopt.models import gpt
+
+config = gpt.config(dim=32, num_layers=2, num_heads=2)
+params = jax.device_get(gpt.init(config, jax.random.key(0)))
+tokens = np.random.default_rng(0).integers(0, 256, size=(32, 17), dtype=np.int32)
+tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+results = set()
+for strategy, sizes in [(so.ddp, {"data": 1}), (so.fsdp, {"replica": 2, "data": 2})]:
+    mesh = so.make_mesh(**sizes, devices=jax.devices()[: np.prod(list(sizes.values()))])
+    opt = strategy(tx, mesh, gpt.model(config), reducer=so.reducers.exact(tile_rows=4))
+    state = opt.init(params)
+    for _ in range(2):
+        state, metrics = opt.step(state, {"tokens": tokens})
+    leaves = jax.tree.leaves(jax.device_get((state.params, state.opt_state, metrics)))
+    results.add(b"".join(np.asarray(leaf).tobytes() for leaf in leaves))
+assert len(results) == 1
+"""
+
+
+@pytest.mark.slow
+def test_optimised_code_has_the_same_bits():
+    """The code that users have: the other tests generate code without optimisation."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    subprocess.run([sys.executable, "-c", OPTIMISED], env=os.environ | flags, check=True)
 
 
 @pytest.mark.slow
