@@ -109,6 +109,15 @@ def test_the_note_on_overhead_has_its_numbers():
         view = row["view"].replace("_", "-")
         seconds = f"{row['seconds without']:.2f} | {row['seconds with']:.2f}"
         assert f"| {name} | {view} | {seconds} | {row['median_ratio']:.2f} |" in text
+    small_steps = results("small_steps")
+    for name, row in small_steps["small"].items():
+        more = [row[who] - row["plain"] for who in ("shardopt", "fit")]
+        assert more[0] < 0.1
+        assert more[1] < 0.2
+        assert f"| {name} | {row['plain']:.3f} | {more[0]:.3f} | {more[1]:.3f} |" in text
+    for name, row in small_steps["curves"].items():
+        ratio = row["shardopt"] / row["plain"]
+        assert not name.startswith("fsdp") or f" | {ratio:.2f} |" in text
     readme, *gpts = (row["share"] for row in results("proof_seconds")["losses"].values())
     assert f"{readme:.3f} for the loss of the README" in text
     assert "{:.3f} for gpt 64 x 2 and {:.3f} for gpt 256 x 8".format(*gpts) in text
