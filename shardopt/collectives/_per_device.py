@@ -56,8 +56,7 @@ def per_device(
 
     def run(*args: PyTree) -> PyTree:
         try:
-            # inlined as it was traced: evaluating a jaxpr would trace it again
-            inlined = jax.jit(in_manual_view(f, all_axes), inline=True)
+            inlined = jax.jit(in_manual_view(f, all_axes), inline=True)  # a jaxpr is traced again
             program = inlined.trace(*args).jaxpr
         except ValueError as error:
             error_text = f"{error} {error.__cause__}"
@@ -68,9 +67,8 @@ def per_device(
                 return inlined(*args)
         if _CONSTRAINT_ERROR in error_text:
             return in_manual_view(f, all_axes - {TENSOR})(*args)
-        return in_manual_view(
-            trace_without_mesh(f) if _MESH_TYPE_ERROR in error_text else f, all_axes
-        )(*args)
+        of_user = trace_without_mesh(f) if _MESH_TYPE_ERROR in error_text else f
+        return in_manual_view(of_user, all_axes)(*args)
 
     return run
 
