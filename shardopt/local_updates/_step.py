@@ -427,6 +427,9 @@ def _reduce_local_shards(values: jax.Array, reduce: Callable[..., jax.Array]) ->
     device = next(iter(first_shard.devices()))
     # the mesh of the user's program would require the result on all devices
     with without_mesh():
-        return reduce(
-            jnp.concatenate([jax.device_put(shard, device) for shard in shards.values()]), axis=0
-        )
+        return _reduction(reduce)(jax.device_put([*shards.values()], device))
+
+
+@functools.lru_cache(maxsize=8)
+def _reduction(reduce: Callable[..., jax.Array]) -> jax.stages.Wrapped:
+    return jax.jit(lambda shards: reduce(jnp.concatenate(shards), axis=0))
