@@ -35,12 +35,14 @@ class StepInputs(NamedTuple):
       batch: the rows of this device.
       step: the number of the step; None outside of training.
       rng: the key data of the train state; None outside of training.
+      piece_rows: the rows of a piece of an evaluation; None: as in a step.
     """
 
     params: list[jax.Array]
     batch: PyTree
     step: jax.Array | None
     rng: jax.Array | None
+    piece_rows: int | None = None
 
 
 class DeviceLoss(Protocol):

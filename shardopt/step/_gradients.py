@@ -115,9 +115,9 @@ class PerDeviceView:
         """Return the sum over the pieces that `counted` selects, see `Differentiate`."""
 
         def local(params, batch, step, rng, counted):
-            inputs = StepInputs(params, batch, step, rng)
             size = num_rows(config, batch) // counted.size
-            parts = self.device_loss.losses(config.replace(tile_rows=size), layout, inputs)
+            inputs = StepInputs(params, batch, step, rng, size)
+            parts = self.device_loss.losses(config, layout, inputs)
 
             def mask_uncounted(metric):
                 metric = of_rows(metric, size)

@@ -146,8 +146,9 @@ class _Tiles:
 
     @property
     def rows(self) -> int:
-        assert self.config.loss.tile_rows is not None
-        return self.config.loss.tile_rows
+        rows = self.inputs.piece_rows or self.config.loss.tile_rows
+        assert rows is not None
+        return rows
 
     @property
     def count(self) -> int:

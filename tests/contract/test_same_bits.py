@@ -139,6 +139,28 @@ def test_sharded_state_has_the_same_bits(placement, optimizer, loss, mesh_of):
     assert history(sharded)[0] == history(replicated)[0]
 
 
+ALL_MESHES = [
+    *MESHES,
+    {"data": 4},
+    {"replica": 2, "data": 1},
+    {"replica": 2, "data": 4},
+    {"replica": 4, "data": 1},
+    {"replica": 4, "data": 2},
+    {"replica": 8, "data": 1},
+    {"data": 4, "expert": 1},
+    {"data": 2, "context": 1},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["ddp", *PLACEMENTS])
+def test_every_mesh_has_the_same_bits_in_every_placement(placement, mesh_of):
+    strategy = {"ddp": so.ddp, **PLACEMENTS}[placement]
+    expected = history(make({"data": 1}, mesh_of), steps=2)[0]
+    for sizes in ALL_MESHES:
+        assert history(make(sizes, mesh_of, strategy=strategy), steps=2)[0] == expected, sizes
+
+
 def blocks_of(params):
     """Return a model of two blocks, and its parameters."""
 
