@@ -57,9 +57,10 @@ def same_bits(config: StrategyConfig, slots: StepSlots) -> StepSlots:
 
 def _check(config: StrategyConfig) -> None:
     """Refuse a strategy whose bits would depend on the mesh."""
-    sizes = config.mesh_shape
     cutting = [
-        axis for axis in ("tensor", "pipeline", "context", "expert") if sizes.get(axis, 1) > 1
+        axis
+        for axis in ("tensor", "pipeline", "context", "expert")
+        if config.mesh_shape.get(axis, 1) > 1
     ]
     shares = config.axes.num_all_row_shares
     refused = {
