@@ -38,7 +38,7 @@ COMMANDS = sorted(
     {
         line
         for _, block in blocks("bash")
-        for line in block.splitlines()
+        for line in block.replace("\\\n", "").splitlines()  # a command may go on in the next line
         if re.match(r"shardopt (train|launch)\b", line)
     }
 )
