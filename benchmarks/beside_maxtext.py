@@ -261,7 +261,8 @@ def compile_shardopt(row: Row, choice: Choice) -> tuple[dict[str, Any], str]:
 
     import shardopt as so
 
-    model, params = model_of(row, choice)
+    model, init = model_of(row, choice)
+    params = jax.eval_shape(init, jax.random.key(0))
     tokens = row.rows * row.chips * row.micro_batches, row.length + 1
     try:
         report = so.planning.aot(
@@ -281,11 +282,10 @@ def compile_shardopt(row: Row, choice: Choice) -> tuple[dict[str, Any], str]:
     return facts | {"libtpu": importlib.metadata.version("libtpu")}, report.text
 
 
-def model_of(row: Row, choice: Choice) -> tuple[Any, Any]:
-    """Return the model of a row, and the shapes of its parameters."""
+def model_of(row: Row, choice: Choice) -> tuple[Any, Callable[[Any], Any]]:
+    """Return the model of a row, and the function from a random key to its parameters."""
     import dataclasses
 
-    import jax
     import jax.numpy as jnp
     import transformer
 
@@ -303,7 +303,8 @@ def model_of(row: Row, choice: Choice) -> tuple[Any, Any]:
             "logits_dtype": logits_dtype,
             "sequence_parallel": row.tensor > 1,
         }
-        return transformer.model(shape, remat=remat, **options), shape.abstract_params()
+        init = functools.partial(transformer.init, shape)
+        return transformer.model(shape, remat=remat, **options), init
     config_of = functools.partial(
         decoder.DecoderConfig,
         dtype=jnp.bfloat16,
@@ -313,7 +314,12 @@ def model_of(row: Row, choice: Choice) -> tuple[Any, Any]:
     )
     if row.model == "tiny":
         config = config_of(
-            vocab_size=512, dim=64, num_layers=2, num_heads=4, num_kv_heads=2, hidden=128
+            vocab_size=TINY.vocab,
+            dim=TINY.dim,
+            num_layers=TINY.layers,
+            num_heads=TINY.heads,
+            num_kv_heads=TINY.kv_heads,
+            hidden=TINY.hidden,
         )
     elif row.model == "qwen3-8b":  # huggingface.co/Qwen/Qwen3-8B, config.json
         config = config_of(
@@ -348,9 +354,7 @@ def model_of(row: Row, choice: Choice) -> tuple[Any, Any]:
             logits_softcap=30.0,
             embedding_scale=2304**0.5,
         )
-    return decoder.model(config, remat=remat), jax.eval_shape(
-        lambda: decoder.init(config, jax.random.key(0))
-    )
+    return decoder.model(config, remat=remat), functools.partial(decoder.init, config)
 
 
 def maxtext_flags(row: Row, choice: Choice) -> list[str]:
@@ -552,6 +556,8 @@ class Sizes(NamedTuple):
     vocab: int
 
 
+TINY = Sizes(2, 64, 4, 2, 16, 128, 512)
+"""The model "tiny", which has no row in the table."""
 SIZES = {
     "llama3-8b": Sizes(32, 4096, 32, 8, 128, 14_336, 128_256),
     "llama3-70b": Sizes(80, 8192, 64, 8, 128, 28_672, 128_256),

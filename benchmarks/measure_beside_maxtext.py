@@ -28,6 +28,8 @@ from typing import Any
 from beside_maxtext import (
     CONTENDERS,
     GIVEN,
+    SIZES,
+    TINY,
     Choice,
     Row,
     maxtext_flags,
@@ -48,13 +50,13 @@ TINY_WORDS = [
     "model_name=default",
     "attention=dot_product",
     "hardware=cpu",
-    "base_emb_dim=64",
-    "base_num_query_heads=4",
-    "base_num_kv_heads=2",
-    "head_dim=16",
-    "base_mlp_dim=128",
-    "base_num_decoder_layers=2",
-    "vocab_size=512",
+    f"base_emb_dim={TINY.dim}",
+    f"base_num_query_heads={TINY.heads}",
+    f"base_num_kv_heads={TINY.kv_heads}",
+    f"head_dim={TINY.head_dim}",
+    f"base_mlp_dim={TINY.hidden}",
+    f"base_num_decoder_layers={TINY.layers}",
+    f"vocab_size={TINY.vocab}",
 ]
 """MaxText's words for the model "tiny" of beside_maxtext.py."""
 
@@ -76,23 +78,14 @@ def train_shardopt(row: Row, steps: int) -> None:
     import shardopt as so
 
     choice = CHOICES["shardopt"]
-    model, shapes = model_of(row, choice)
+    model, init = model_of(row, choice)
     mesh = so.make_mesh(data=row.chips)
     opt = shardopt_strategy(row, choice, model)(mesh)
 
-    def init(key):
-        leaves, treedef = jax.tree.flatten(shapes)
-        keys = jax.random.split(key, len(leaves))
-        values = [
-            0.02 * jax.random.normal(key, leaf.shape, leaf.dtype)
-            for key, leaf in zip(keys, leaves, strict=True)
-        ]
-        return treedef.unflatten(values)
-
     state = opt.init(init, jax.random.key(0))
-    vocab = 512 if row.model == "tiny" else 128_256
+    sizes = TINY if row.model == "tiny" else SIZES[row.model]
     draw = np.random.default_rng(0)
-    tokens = draw.integers(0, vocab, (row.rows * row.chips, row.length + 1), dtype=np.int32)
+    tokens = draw.integers(0, sizes.vocab, (row.rows * row.chips, row.length + 1), dtype=np.int32)
     rows = jax.NamedSharding(mesh, jax.P("data"))
     batch = {"tokens": jax.device_put(tokens, rows)}
     previous = None
@@ -193,7 +186,7 @@ def main() -> None:
         )
     row = row_of(options.row)
     versions = {"shardopt": versions_of(sys.executable), "maxtext": versions_of(options.maxtext)}
-    libtpus = {who: found.get("libtpu") for who, found in versions.items()}
+    libtpus = {who: packages.get("libtpu") for who, packages in versions.items()}
     if row.chip != "cpu" and len(set(libtpus.values())) > 1:
         parser.error(f"both sides need the same libtpu, and have {libtpus}")
     results: dict[str, Any] = {

@@ -14,13 +14,7 @@ from shardopt.checkpoint._listing import listing, tell
 from shardopt.checkpoint._match import NewChain
 from shardopt.checkpoint._multihost import on_primary_process
 from shardopt.checkpoint._new_chain import Chain, fill_new_chain, without_params
-from shardopt.checkpoint._record import (
-    MANIFEST_NAME,
-    RECORD_NAME,
-    Meta,
-    read_meta,
-    verify,
-)
+from shardopt.checkpoint._record import MANIFEST_NAME, RECORD_NAME, Meta, read_meta, verify
 from shardopt.checkpoint._replicas import as_stored, to_wanted
 from shardopt.checkpoint._run_folder import committed, interrupted, run_folder, step_folder
 from shardopt.checkpoint._store import StoredLeaves, describe, dtype_of

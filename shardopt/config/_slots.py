@@ -114,6 +114,10 @@ class Reduce(Protocol):
         """
         ...
 
+    def norm_specs(self, config: StrategyConfig, layout: Layout) -> list[PartitionSpec]:
+        """Return how gradients are sharded where their norm is computed."""
+        ...
+
     def __call__(
         self,
         config: StrategyConfig,

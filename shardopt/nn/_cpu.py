@@ -29,10 +29,10 @@ def queries_at_a_time(length: int) -> int:
 
 
 def takes_matrices(subscripts: str) -> bool:
-    """Return whether a product runs as `product_of_matrices`.
+    """Return whether a product runs as `product_of_matrices`: under the mesh of a strategy on CPU,
+    if it multiplies rows of tokens by a matrix, and all dims are in order.
 
-    It does under the mesh of a strategy on CPU, if it multiplies rows of tokens by a matrix, and
-    all dims are in order. A strategy differentiates in reverse. Elsewhere a user may differentiate forward, as for a
+    A strategy differentiates in reverse. Elsewhere a user may differentiate forward, as for a
     product with the Hessian, and `custom_vjp` refuses that.
     """
     if not (runs_on_cpu() and device_kind() == "cpu"):

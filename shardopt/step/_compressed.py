@@ -119,6 +119,8 @@ class CompressedMean:
         """Return how averaged gradients are sharded: over no axis that a mean is taken over."""
         return [config.axes.stack(plan.data_spec(sharded=False)) for plan in layout.trained]
 
+    norm_specs = grad_specs
+
     def __call__(
         self,
         config: StrategyConfig,

@@ -55,13 +55,15 @@ class FencedUpdate:
         results = trace.jaxpr.outvars
         values = dict(zip(inputs, jax.tree.leaves(arguments), strict=True))
         # whole arrays on both sides, so that the partitioner divides no product of matrices
-        whole = shardings(config.mesh, PartitionSpec())
+        replicated = shardings(config.mesh, PartitionSpec())
         for eqn in filter(_combines, trace.jaxpr.eqns):
             equations, sources = slice_of(trace, eqn.outvars, stop={*values})
             if sources:
-                arrays = jax.lax.with_sharding_constraint([values[var] for var in sources], whole)
+                arrays = jax.lax.with_sharding_constraint(
+                    [values[var] for var in sources], replicated
+                )
                 numbers = fenced(part_of(trace, equations, sources, eqn.outvars), *arrays)
-                numbers = jax.lax.with_sharding_constraint(numbers, whole)
+                numbers = jax.lax.with_sharding_constraint(numbers, replicated)
                 values |= dict(zip(eqn.outvars, numbers, strict=True))
         by_element, read = slice_of(trace, results, stop={*values})
         shards = [values[var] for var in read]

@@ -150,6 +150,8 @@ class ExactSum:
         sharded = config.placement.opt_state
         return [config.axes.stack(plan.data_spec(sharded=sharded)) for plan in layout.trained]
 
+    norm_specs = grad_specs
+
     def __call__(
         self,
         config: StrategyConfig,

@@ -246,6 +246,10 @@ class TreeSum(ExactSum):
         """Return how the sums are sharded."""
         return [plan.data_spec(sharded=True) for plan in layout.trained]
 
+    def norm_specs(self, config: StrategyConfig, layout: Layout) -> list[PartitionSpec]:
+        """Return that leaves are whole for their norm, whose order is then one on every mesh."""
+        return [plan.data_spec(sharded=False) for plan in layout.trained]
+
     def __call__(
         self,
         config: StrategyConfig,

@@ -152,9 +152,7 @@ def gradient_norm(config: StrategyConfig, layout: Layout, grads: PyTree) -> jax.
     It runs in the per-device view, with one sum for each set of axes that leaves are sharded over.
     The partitioner would sum leaf by leaf, and between processes on CPU each sum is a round trip.
     """
-    specs = layout.reduce.grad_specs(config, layout)
-    if config.loss.tile_rows is not None:  # of whole leaves, in one order on every mesh
-        specs = [plan.data_spec(sharded=False) for plan in layout.trained]
+    specs = layout.reduce.norm_specs(config, layout)
     stacked = config.axes.stacked
 
     def local_norm(leaves):

@@ -164,8 +164,8 @@ def hybrid(
             f"remat must be True, False or a string that BlockModel.remat can be, got {remat!r}."
         )
         raise type_error(problem, fix="give a policy to the model: model._replace(remat=policy).")
-    given = {"micro_batches": micro_batches, **options}
-    config = configure("hybrid", tx, mesh, blocks, _PLACEMENTS[placement], given)
+    all_options = {"micro_batches": micro_batches, **options}
+    config = configure("hybrid", tx, mesh, blocks, _PLACEMENTS[placement], all_options)
     sizes = read_mesh(config.mesh, config.axis_names, pipelined=True)[0].shape
     num_stages = sizes["pipeline"]
     built_schedule = _build_schedule(schedule, num_stages, micro_batches)
