@@ -5,7 +5,6 @@ unpickled. This file imports only the standard library.
 """
 
 import contextlib
-import os
 import socket
 import sys
 import threading
@@ -72,10 +71,13 @@ class MessageServer:
         self._listener.close()
 
     def _accept(self) -> None:
+        peer = None
         while not self._closed:
             try:
-                peer, _ = self._listener.accept()
+                # a peer that was accepted waits for a free thread
+                peer = peer or self._listener.accept()[0]
                 threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
+                peer = None
             except (OSError, RuntimeError):  # no free descriptor, or no free thread
                 time.sleep(_ACCEPT_PAUSE)
 
@@ -109,7 +111,7 @@ def _proved(
     """Return the connection of a socket, after both sides have proved that they know the token.
 
     Args:
-      peer: the socket, which is closed.
+      peer: the socket; the connection takes over its descriptor.
       token: the token of the run.
       seconds: how long the proof may take.
       steps: the two steps of the proof.
@@ -124,15 +126,20 @@ def _proved(
         if sys.platform == "linux":
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _LOST_SECONDS)
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _LOST_SECONDS)
-        connection = Connection(os.dup(peer.fileno()))
+        # not a second descriptor: where none is free, a peer that knows the token was turned away
+        connection = Connection(peer.fileno())
         deadline = threading.Timer(seconds, peer.shutdown, [socket.SHUT_RDWR])
         deadline.start()
+        proved = False
         try:
             for step in steps:
                 step(connection, token.encode())
+            proved = True
         except (AuthenticationError, AssertionError, EOFError, OSError) as error:
-            connection.close()
             raise ConnectionRefusedError("it does not know the token of this run") from error
         finally:
             deadline.cancel()
+            peer.detach()
+            if not proved:
+                connection.close()
     return connection

@@ -19,13 +19,15 @@ import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
-if __name__ == "__main__":  # the program starts without importing shardopt
-    sys.path.insert(0, str(Path(__file__).parent))
-    from _messages import MessageServer, connect  # pyright: ignore[reportMissingImports]
-else:
-    from shardopt.runtime._messages import MessageServer, connect
+if __name__ == "__main__":  # the program starts without importing shardopt: this folder suffices
+    folder = ModuleType("shardopt.runtime")
+    folder.__path__ = [str(Path(__file__).parent)]
+    sys.modules[folder.__name__] = folder
+
+from shardopt.runtime._messages import MessageServer, connect
 
 ADDRESSES = "SHARDOPT_VAULTS"
 TOKEN = "SHARDOPT_VAULT_TOKEN"

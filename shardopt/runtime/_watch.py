@@ -20,31 +20,24 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
-if __name__ == "__main__":  # the program starts without importing shardopt
-    sys.path.insert(0, str(Path(__file__).parent))
-    from _messages import MessageServer  # pyright: ignore[reportMissingImports]
-    from _progress import (
-        ADDRESS,
-        BEAT,
-        HANG_TIMEOUT,
-        MAIN,
-        START,
-        TOKEN,
-        ProgressMark,
-    )  # pyright: ignore[reportMissingImports]
-else:
-    from shardopt.runtime._messages import MessageServer
-    from shardopt.runtime._progress import (
-        ADDRESS,
-        BEAT,
-        HANG_TIMEOUT,
-        MAIN,
-        START,
-        TOKEN,
-        ProgressMark,
-    )
+if __name__ == "__main__":  # the program starts without importing shardopt: this folder suffices
+    folder = ModuleType("shardopt.runtime")
+    folder.__path__ = [str(Path(__file__).parent)]
+    sys.modules[folder.__name__] = folder
+
+from shardopt.runtime._messages import MessageServer
+from shardopt.runtime._progress import (
+    ADDRESS,
+    BEAT,
+    HANG_TIMEOUT,
+    MAIN,
+    START,
+    TOKEN,
+    ProgressMark,
+)
 
 FIRST_TIME_FACTOR = 10
 """A phase may take this many timeouts the first time, since it may compile; so may the start of a

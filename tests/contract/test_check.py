@@ -33,7 +33,6 @@ from shardopt.reducers import _error_feedback as error_feedback
 from shardopt.step import _build as build
 from shardopt.step import _compressed as compressed
 from shardopt.step import _gradients as gradients
-from shardopt.step import _init as init
 from shardopt.step import _inputs as inputs
 from shardopt.step import _opt_state as opt_state
 from shardopt.step import _programs as programs
@@ -136,9 +135,9 @@ def rows_of_the_gathered_parameters_are_swapped(patch):
 def parameters_begin_in_another_order(patch):
     wrapped(
         patch,
-        init.copied,
+        programs.copied,
         lambda tree, *_: jax.tree.map(lambda x: x[::-1] if x.ndim else x, tree),
-        callers=[init],
+        callers=[programs],
     )
 
 
