@@ -33,6 +33,7 @@ from shardopt.runtime._hosts import ALONE, read_hosts
 from shardopt.runtime._launch import GRACE
 from shardopt.runtime._launch import launch as run_processes
 from shardopt.runtime._processes import end_at_once, initialize
+from shardopt.runtime._progress import LISTEN_ADDRESS
 from shardopt.runtime._vault import TOKEN, keep_snapshots
 
 
@@ -93,7 +94,7 @@ class VaultOptions:
     """
 
     port: int = 8477
-    """Port on which it listens, over the network of the job."""
+    """Port on which it listens, at all addresses of the host, or at SHARDOPT_LISTEN_ADDRESS alone."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +239,7 @@ def keep(options: VaultOptions) -> None:
         )
         fix = f"export {TOKEN}=$(openssl rand -hex 16), here and for the job."
         raise value_error(problem, fix=fix)
-    keep_snapshots(options.port, os.environ[TOKEN])
+    keep_snapshots(options.port, os.environ[TOKEN], os.environ.get(LISTEN_ADDRESS, "0.0.0.0"))
 
 
 class Command(NamedTuple):

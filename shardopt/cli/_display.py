@@ -103,7 +103,7 @@ def schedule_lines(options: RunOptions, schedule: Schedule | None) -> list[tuple
 
 def show_placement(screen: Console, options: RunOptions, opt: so.ShardedOptimizer) -> None:
     """Show how each leaf is sharded, and the bytes per device."""
-    screen.print(f"\n{_strategy_text(options)}: what each device holds\n", style="bold")
+    screen.print(f"\n{options.strategy_text}: what each device holds\n", style="bold")
     say(screen, str(opt.config.report()))
     screen.print()
 
@@ -208,10 +208,6 @@ def printable(text: str) -> str:
 def _cores() -> int:
     affinity = getattr(os, "sched_getaffinity", None)  # some systems do not have it
     return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
-def _strategy_text(options: RunOptions) -> str:
-    return f"hybrid, {options.placement} over data" if options.is_hybrid else options.where.strategy
 
 
 def _mesh_text(sizes: dict[str, int]) -> str:

@@ -16,7 +16,6 @@ import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -187,18 +186,19 @@ class Vaults:
             end_program(vault.process)
 
 
-def keep_snapshots(port: int, token: str) -> None:
+def keep_snapshots(port: int, token: str, host: str) -> None:
     """Run a vault for a job of several hosts until this process ends: `shardopt vault`, once on
     each host.
 
     Args:
       port: the port to listen on.
       token: the token of the run.
+      host: the address to listen on.
 
     Raises:
-      OSError: if the port is in use.
+      OSError: if the port is in use, or the address belongs to another host.
     """
-    server = MessageServer(PieceStore().serve, token, host="0.0.0.0", port=port)
+    server = MessageServer(PieceStore().serve, token, host=host, port=port)
     print(f"vault: keeps snapshots on port {server.port}.", flush=True)
     threading.Event().wait()
 
@@ -261,9 +261,11 @@ def digest(data: bytes | bytearray) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Run a vault until the input of this program ends."""
-    assert len(arguments) == 1  # the number of the vault, shown in process listings
+def main() -> None:
+    """Run a vault until the input of this program ends.
+
+    Its argument, the number of the vault, is for listings of processes.
+    """
     token = sys.stdin.readline().strip()
     server = MessageServer(PieceStore().serve, token)
     print(server.port, flush=True)
@@ -271,4 +273,4 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -391,9 +391,12 @@ def main(arguments: Sequence[str]) -> int:
     )
     print(json.dumps({"port": watch.port, **watch.environment}), flush=True)
     input_ended = threading.Event()
-    threading.Thread(
-        target=lambda: sys.stdin.read() is not None and input_ended.set(), daemon=True
-    ).start()
+
+    def read_input() -> None:
+        sys.stdin.read()
+        input_ended.set()
+
+    threading.Thread(target=read_input, daemon=True).start()
     while not input_ended.wait(min(0.5, timeout / 10)):
         hang = watch.check()
         if hang is None:

@@ -8,12 +8,14 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import pytest
+from support.paths import ROOT
 
 from shardopt.checkpoint._run_folder import committed
 from shardopt.cli import main
@@ -292,3 +294,20 @@ def test_a_vault_that_anybody_could_read_is_refused(monkeypatch, capsys):
     monkeypatch.delenv("SHARDOPT_VAULT_TOKEN", raising=False)
     assert main(["vault"]) == 2
     assert "vault: SHARDOPT_VAULT_TOKEN is not set: anybody could read" in capsys.readouterr().err
+
+
+def test_a_vault_listens_at_the_stated_address_alone():
+    command = [sys.executable, "-m", "shardopt.cli", "vault", "--port", "0"]
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "SHARDOPT_VAULT_TOKEN": "of the job",
+        "SHARDOPT_LISTEN_ADDRESS": "127.0.0.2",
+    }
+    program = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    with program, contextlib.ExitStack() as stack:
+        stack.callback(program.kill)
+        assert program.stdout is not None
+        port = int(program.stdout.readline().removesuffix(".\n").rpartition(" ")[2])
+        socket.create_connection(("127.0.0.2", port), timeout=10).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=10)

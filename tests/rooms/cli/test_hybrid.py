@@ -73,7 +73,7 @@ def test_a_hybrid_run_says_what_its_schedule_costs_and_draws_it(finished):
         "step       8 x 16 bytes in 4 micro-batches\n",
         "mesh       data=2 x pipeline=2 x tensor=2\n",
         "schedule   interleaved: 2 stages, 4 micro-batches, 2 chunks, 11.1% bubble\n",
-        "hybrid, zero2 over data: what each device holds",
+        "hybrid with --placement zero2: what each device holds",
         "\nblocks/mlp/up ",
         "after 4 steps",
         f"in {folder}: checkpoints, metrics.jsonl, config.json\n",
@@ -107,7 +107,7 @@ def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp
     )
     out = run(*resume, *words.split(), "--micro-batches", 2)
     assert "schedule   zero_bubble_lockstep: 2 stages, 2 micro-batches, 1 chunk, " in out
-    assert "hybrid, zero1 over data" in out
+    assert "hybrid with --placement zero1" in out
     assert "The batches come in a new order" not in out
     lines = [
         json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
