@@ -265,9 +265,9 @@ def _devices_of_run(options: RunOptions) -> int:
 _COMMANDS: dict[type, Command] = {
     TrainOptions: Command("train", _late("train"), _devices_of_run),
     TuneOptions: Command("tune", _late("tune"), _devices_of_run),
-    MergeOptions: Command("merge", _late("merge")),
-    ExportOptions: Command("export", _late("export")),
-    GenerateOptions: Command("generate", _late("generate")),
+    MergeOptions: Command("merge", _late("merge"), joins=True),
+    ExportOptions: Command("export", _late("export"), joins=True),
+    GenerateOptions: Command("generate", _late("generate"), joins=True),
     LaunchOptions: Command("launch", lambda options: launch(options, [])),
     VaultOptions: Command("vault", keep),
     PlanOptions: Command("plan", plan),

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from shardopt.checkpoint._run_folder import committed
-from shardopt.checkpoint._tree import JsonObject
 from shardopt.cli._options import (
     FolderOptions,
     Options,
@@ -63,21 +62,24 @@ def checkpoint_settings(run: FolderOptions) -> dict[str, Any]:
 
 
 def read_options(folder: Path, options_type: type[Options] = TrainOptions) -> Options:
-    """Return the options of the run in a folder."""
-    return from_json(_read_config(folder, options_type), options_type)
+    """Return the options of the run of a command in a folder."""
+    options = read_run_options(folder)
+    if not isinstance(options, options_type):
+        problem = f"the run in {str(folder)!r} is one of another command."
+        raise value_error(problem, fix="go on with that command, or choose another --run-dir.")
+    return options
 
 
 def read_run_options(folder: Path) -> RunOptions:
     """Return the options of the run of train or tune in a folder."""
-    config = _read_config(folder, TrainOptions)
-    is_tuned = "epochs" in config["training"]
-    return from_json(config, TuneOptions if is_tuned else TrainOptions)
+    options, _ = _read_config(folder)
+    return options
 
 
 def order_changes(options: RunOptions, text_bytes: int) -> list[str]:
     """Return, for a resumed run, the changes that give its batches another order than before."""
-    config = _read_config(options.run.run_dir, type(options))
-    before = _order_of(from_json(config, type(options)), config.get("text_bytes", text_bytes))
+    saved_options, saved_bytes = _read_config(options.run.run_dir)
+    before = _order_of(saved_options, saved_bytes or text_bytes)
     now = _order_of(options, text_bytes)
     return [
         f"{name} was {before[name]}, is now {now[name]}"
@@ -107,19 +109,18 @@ def write_options(options: RunOptions, text_bytes: int) -> None:
     write_atomic(options.run.run_dir / CONFIG, json.dumps(saved, indent=2) + "\n")
 
 
-def _read_config(folder: Path, options_type: type[RunOptions]) -> JsonObject:
+def _read_config(folder: Path) -> tuple[RunOptions, int | None]:
+    """Return the options of a run, and the size of its text if that is known."""
     path = folder / CONFIG
     if not path.is_file():
         fix = "leave out --resume to start one, or name its folder with --run-dir."
         raise value_error(f"there is no run in {str(folder)!r} to go on with.", fix=fix)
     try:
         config = json.loads(path.read_text())
-        from_json(config, options_type)
+        is_tuned = "epochs" in config.get("training", {})
+        options = from_json(config, TuneOptions if is_tuned else TrainOptions)
     except (ValueError, AttributeError, TypeError) as error:
         problem = f"{str(path)!r} is damaged: {error}."
         fix = "bring it back, or start again in another --run-dir."
         raise value_error(problem, fix=fix) from error
-    if ("epochs" in config.get("training", {})) != (options_type is TuneOptions):
-        problem = f"the run in {str(folder)!r} is one of another command."
-        raise value_error(problem, fix="go on with that command, or choose another --run-dir.")
-    return config
+    return options, config.get("text_bytes")

@@ -9,13 +9,16 @@ import sys
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from support import oracle
 from support.paths import ROOT
 
 from shardopt.cli import _commands, main
 
 
-@pytest.mark.parametrize("name", ["train", "tune", "verify", "doctor"])
+@pytest.mark.parametrize(
+    "name", ["train", "tune", "verify", "doctor", "export", "merge", "generate"]
+)
 def test_devices_are_set_before_a_command_begins(name, monkeypatch):
     """Recorded in this process, where jax has started already."""
     calls = []
@@ -26,9 +29,10 @@ def test_devices_are_set_before_a_command_begins(name, monkeypatch):
         for kind, command in _commands._COMMANDS.items()
     }
     monkeypatch.setattr(_commands, "_COMMANDS", table)
-    words = {"train": ["--devices", "3"], "tune": ["--devices", "3"], "verify": ["--devices", "3"]}
-    assert main([name, *words.get(name, [])]) == 0
-    assert calls == [("join",) if name == "doctor" else ("devices", 3), ("run",)]
+    has_devices = name in ("train", "tune", "verify")
+    words = {"export": ["run", "out"], "merge": ["adapters", "out"], "generate": ["run", "a text"]}
+    assert main([name, *(["--devices", "3"] if has_devices else words.get(name, []))]) == 0
+    assert calls == [("devices", 3) if has_devices else ("join",), ("run",)]
 
 
 def test_every_command_with_devices_sets_them():
@@ -82,10 +86,40 @@ COMMANDS = {  # words, and a part of the output
     "tune with adapters": ("--devices 4 --mesh data=4 --lora-rank 2", "data=4"),
     "tune in 4 bits": ("--devices 4 --mesh data=4 --lora-rank 2 --base nf4", "data=4"),
     "doctor": ("", "jax"),
-    "plan": ("--help", ""),
-    "audit": ("--help", ""),
+    "plan": ("--model gpt2 --hardware v5e --chips 8", "make_mesh(data=8)"),
+    "audit": (f"{ROOT}/tests/rooms/hlo/programs/v5e_fsdp.hlo --mesh data=8", "all-gather"),
     "verify": ("--devices 4 --only same", "4 x cpu"),
 }
+
+
+OF_A_RUN = {  # after `tune`, with the folder of its run and a new one
+    "export": "export {run} {out}",
+    "merge": "merge {run}/adapters {out}",
+    "generate": "generate {run} 1,2,3 --ids --num-tokens 3 --temperature 0",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", ["--lora-rank 2", ""], ids=["adapters", "weights"])
+def test_commands_after_a_run_of_tune_do_the_same_alone_and_under_launch(
+    adapters, shardopt, tune_words, tmp_path
+):
+    run = tmp_path / "run"
+    words = [*tune_words, "--devices", "4", "--mesh", "data=4", *adapters.split()]
+    assert shardopt(*words, "--run-dir", run).wait(timeout=900) == 0
+    for name, text in OF_A_RUN.items():
+        if name == "merge" and not adapters:
+            continue
+        results = []
+        for before in ([], ["launch", "--processes", "2", "--"]):
+            out = tmp_path / f"{name}{len(before)}"
+            words = text.format(run=run, out=out).split()
+            job = shardopt(*before, *words, cwd=tmp_path)
+            said, err = job.communicate(timeout=900)
+            assert job.returncode == 0, err
+            (path,) = out.glob("*.safetensors") if out.exists() else [None]
+            results.append(said if path is None else load_file(path))
+        np.testing.assert_equal(*results)
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ import shardopt as so
 from shardopt.adapters import lora
 from shardopt.cli import main
 from shardopt.cli._export import _optimizer
-from shardopt.cli._options import ModelOptions, TrainOptions
-from shardopt.cli._run_folder import write_options
+from shardopt.cli._options import ModelOptions, TrainOptions, TuneOptions
+from shardopt.cli._run_folder import read_run_options, write_options
 from shardopt.cli._sample import continue_tokens
 from shardopt.cli._train import decoder_config
 from shardopt.models import from_pretrained, gpt, sample
@@ -46,6 +46,15 @@ def write_run(folder):
     so.save(folder / "checkpoints", state._replace(step=jnp.int32(3)))
     write_options(options, text_bytes=1000)
     return state.params
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("options_type", [TrainOptions, TuneOptions])
+def test_the_options_of_a_run_of_each_command_are_read(options_type, tmp_path):
+    options = options_type()
+    options = dataclasses.replace(options, run=dataclasses.replace(options.run, run_dir=tmp_path))
+    write_options(options, text_bytes=1000)
+    assert read_run_options(tmp_path) == options
 
 
 @pytest.mark.slow
