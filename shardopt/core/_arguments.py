@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from shardopt.core._errors import type_error, value_error
-from shardopt.core._types import PyTree
+from shardopt.core._types import PyTree, is_floating
 
 
 def is_integer(value: object) -> TypeGuard[int]:
@@ -109,6 +109,15 @@ def check_number(
     if below != math.inf:
         allowed_range += f" and below {below:g}"
     raise value_error(f"{name} must be finite, {allowed_range}; got {value}.")
+
+
+def check_floating(**arrays: Any) -> None:
+    """Raise a TypeError unless arrays hold real floating numbers; None is no array."""
+    wrong_arrays = [
+        f"{name}: {x.dtype}" for name, x in arrays.items() if x is not None and not is_floating(x)
+    ]
+    if wrong_arrays:
+        raise type_error("arrays must hold real floating numbers.", wrong_arrays, "cast them.")
 
 
 def check_transformation(

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from shardopt.core._arguments import check_count, check_number
+from shardopt.core._arguments import check_choice, check_count, check_number
 from shardopt.core._errors import calling, type_error, value_error
 
 
@@ -50,14 +50,11 @@ class EarlyStopping:
             raise type_error(
                 f"metric must be the name of a metric, got {type(self.metric).__name__}."
             )
-        if not isinstance(self.mode, str):
-            raise type_error(f"mode must be 'min' or 'max', got {self.mode!r}.")
         if not self.metric:
             raise value_error("metric must not be empty.")
         check_count("patience", self.patience)
         check_number("min_delta", self.min_delta)
-        if self.mode not in ("min", "max"):
-            raise value_error(f"mode must be 'min' or 'max', got {self.mode!r}.")
+        check_choice("mode", self.mode, ("min", "max"), "use 'min' or 'max'.")
 
 
 class StoppingState(NamedTuple):

@@ -45,7 +45,7 @@ def read_tokens(path: str | os.PathLike[str], *, vocab_size: int) -> list[Batch]
                 continue
             try:
                 documents.append(_document(line, vocab_size))
-            except (ValueError, RecursionError) as error:
+            except (ValueError, RecursionError, OverflowError) as error:
                 problems.append(f"line {number}: {error}")
     if problems:
         problem = f"{plural(len(problems), 'line')} of {path} cannot be used."
@@ -66,14 +66,15 @@ def _document(line: str, vocab_size: int) -> Batch:
     if not isinstance(row, dict) or row.keys() != {"tokens", "weights"}:
         raise ValueError("must be an object with 'tokens' and 'weights' alone")
     tokens = _numbers(row, "tokens")
-    weights = _numbers(row, "weights")
+    with np.errstate(over="ignore"):  # a weight beyond float32 is infinite
+        weights = _numbers(row, "weights").astype(np.float32)
     if tokens.dtype.kind != "i" or tokens.min() < 0 or tokens.max() >= vocab_size:
         raise ValueError(f"'tokens' must be integers from 0 to {vocab_size - 1}")
     if weights.shape != tokens.shape:
         raise ValueError(f"has {plural(len(tokens), 'token')} and {plural(len(weights), 'weight')}")
     if not np.isfinite(weights).all() or weights.min() < 0 or not weights[1:].any():
         raise ValueError("'weights' must be from 0 on, and some after the first one above 0")
-    return {"tokens": tokens.astype(np.int32), "weights": weights.astype(np.float32)}
+    return {"tokens": tokens.astype(np.int32), "weights": weights}
 
 
 def _numbers(row: dict[str, Any], name: str) -> np.ndarray:

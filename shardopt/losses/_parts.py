@@ -72,7 +72,7 @@ def _loss_and_aux(returned: PyTree) -> tuple[PyTree, dict[str, PyTree]]:
     """Return the loss and the aux dict of the result of a loss function."""
     loss_value = returned
     aux = None
-    if isinstance(returned, tuple) and not isinstance(returned, Weighted | Sum | Max | Min):
+    if isinstance(returned, tuple) and not isinstance(returned, Metric):
         if len(returned) != 2:
             problem = f"loss_fn must return loss or (loss, aux), got a tuple of {len(returned)}."
             raise type_error(problem)
@@ -97,18 +97,20 @@ def _check_metrics(metrics: dict[str, PyTree]) -> None:
     wrong_metrics = [
         f"{name}: {type(value).__name__}"
         for name, value in metrics.items()
-        if not _is_metric(value)
+        if not _is_metric(value) or not isinstance(name, str)
     ]
     if wrong_metrics:
         problem = (
             "aux values of loss_fn must be numbers, arrays, so.losses.Weighted, so.losses.Sum, so.losses.Max, so.losses.Min or"
             " so.losses.Updated."
         )
-        raise type_error(problem, wrong_metrics, "give each number a name of its own.")
+        raise type_error(
+            problem, wrong_metrics, "give each number a string of its own as its name."
+        )
     plain_metrics = [
         (name, jnp.asarray(value))
         for name, value in metrics.items()
-        if not isinstance(value, Weighted | Sum | Max | Min)
+        if not isinstance(value, Metric)
     ]
     discrete = [
         f"{name}: {x.dtype}{list(x.shape)}" for name, x in plain_metrics if not is_inexact(x)

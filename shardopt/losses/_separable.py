@@ -254,6 +254,22 @@ def find_mixing(
     return _mixing_by_weight(whole_trace)
 
 
+def find_mean(loss_fn: LossFn, params: PyTree, batch: PyTree, loss_call: LossCall) -> Mixing | None:
+    """Return the first result of a loss that is a mean of what does not count as rows; None if all
+    say their parts.
+
+    Args:
+      loss_fn: the loss.
+      params: parameters as shapes and dtypes.
+      batch: a batch without a common number of rows, as shapes and dtypes.
+      loss_call: how the loss is called.
+    """
+    for result in _trace_loss(loss_call, loss_fn, params, batch).results:
+        if result.expected == "mean":
+            return Mixing(result.name, "leaves of a batch differ in rows, so it counts as one row.")
+    return None
+
+
 def _find_other_result(whole_trace: _LossTrace, piece_trace: _LossTrace) -> Mixing | None:
     """Return why the loss has other results on a piece than on the whole batch; None if not."""
     if [result[:2] for result in whole_trace.results] != [

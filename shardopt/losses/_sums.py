@@ -67,7 +67,7 @@ def accumulate(
     """
     if count == 1:
         grads, parts = run_micro_batch(batch, jnp.int32(0))
-        return grads, jax.tree.map(lambda x: x[None], parts)
+        return grads, jax.tree.map(lambda x: jnp.asarray(x)[None], parts)
 
     leaves, assemble = cut(batch, count)
 

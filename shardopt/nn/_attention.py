@@ -20,7 +20,14 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from shardopt.collectives._per_device import TENSOR
-from shardopt.core import calling, check_count, check_number, value_error, wide_dtype
+from shardopt.core import (
+    calling,
+    check_count,
+    check_floating,
+    check_number,
+    value_error,
+    wide_dtype,
+)
 from shardopt.kernels._devices import is_local
 from shardopt.kernels._flash import NAME, Marks, MaskRule, capped, factor_of_scores, sees
 from shardopt.kernels._pallas import LANES
@@ -101,7 +108,8 @@ def attention(
       [B, T, H, V] in the dtype of value.
 
     Raises:
-      TypeError: if positions or segment ids are not integers.
+      TypeError: if positions or segment ids are not integers, or other arrays not real floating
+        numbers.
       ValueError: if shapes do not fit: H is no multiple of G, V is above K, or sinks, positions
         or segment ids have another shape. If positions or segment ids of the host are beyond int32.
       ValueError: if the mesh does not fit: a tensor axis does not divide G, or for "all_to_all" G
@@ -182,6 +190,7 @@ def attention(
         method=method,
     )
     _check_scores(query, softcap, sinks, implementation)
+    check_floating(query=query, key=key, value=value, sinks=sinks)
     if positions is not None:
         problem = "works on rows in natural order, not with positions"
         _refuse_kernel(

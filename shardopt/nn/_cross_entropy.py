@@ -9,7 +9,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from shardopt.core import calling, check_count, check_number, type_error, value_error, wide_dtype
+from shardopt.core import (
+    calling,
+    check_count,
+    check_floating,
+    check_number,
+    type_error,
+    value_error,
+    wide_dtype,
+)
 from shardopt.kernels._flash import capped
 from shardopt.mesh import is_analysed
 from shardopt.nn._ids import IGNORED, as_int32, integers
@@ -42,7 +50,8 @@ def cross_entropy(
       gradient of NaN, for any other target that is not in 0, ..., V - 1.
 
     Raises:
-      TypeError: if chunk or the targets are not integers, or logits_dtype is not floating.
+      TypeError: if chunk or the targets are not integers, or logits_dtype, x or the head is not
+        floating.
       ValueError: if chunk is below 1, softcap is not positive, or shapes do not fit.
 
     Example:
@@ -73,6 +82,7 @@ def cross_entropy(
         check_number("softcap", softcap, positive=True)
     if logits_dtype is not None and not jnp.issubdtype(logits_dtype, jnp.floating):
         raise type_error(f"logits_dtype must be floating, got {logits_dtype}.")
+    check_floating(x=x, head=head)
     if x.ndim != 3 or x.shape[2:] != head.shape[1:]:
         problem = f"x has shape {x.shape}, the head {head.shape}."
         raise value_error(problem, fix="give x [B, T, D] and head [V, D].")

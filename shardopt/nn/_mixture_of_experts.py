@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from shardopt.collectives._per_device import TENSOR
-from shardopt.core import calling, check_count, type_error, value_error, wide_dtype
+from shardopt.core import calling, check_count, check_floating, type_error, value_error, wide_dtype
 from shardopt.kernels._grouped_product import grouped_product
 from shardopt.mesh import axes_of_role, is_analysed, mesh_under_trace, not_manual_axes, size_along
 from shardopt.nn._dispatch import combine, plan_exchange, send, sorted_by_expert, spread
@@ -92,7 +92,8 @@ def mixture_of_experts(
       NaN has the result NaN. No load counts it.
 
     Raises:
-      TypeError: if top_k or chunk is not an integer, or weights have another dtype than x.
+      TypeError: if top_k or chunk is not an integer, an array is not floating, or weights have
+        another dtype than x.
       ValueError: if a shape does not fit, or weights have neither E nor E/X experts.
       ValueError: if a number is not positive, top_k is above the number of open experts, `groups`
         does not divide E, or the score is unknown.
@@ -147,6 +148,7 @@ def mixture_of_experts(
     weights = {name: as_array(weight) for name, weight in weights.items()}
     shared = shared and {name: as_array(weight) for name, weight in shared.items()}
     routing = Routing(top_k, score, normalize, groups, scale)
+    check_floating(x=x, router=router, bias=bias, router_bias=router_bias)
     _check_arrays(weights, x, router, shared, (bias, router_bias))
     routing.check(E)
     if chunk is not None:
@@ -427,29 +429,26 @@ def _check_arrays(
             raise value_error(problem, fix="give a bias for each expert and output.")
 
 
-def _check_dtypes(label: str, weights: Weights, x: Array) -> None:
+def _check_weights(label: str, weights: Weights, dims: tuple[str, ...], x: Array) -> None:
     other_dtypes = [
         f"{name}: {leaf.dtype}" for name, leaf in weights.items() if leaf.dtype != x.dtype
     ]
     if other_dtypes:
         problem = f"the {label} are not of the dtype of x, {x.dtype}."
         raise type_error(problem, other_dtypes, "cast one to the other.")
-
-
-def _check_weights(label: str, weights: Weights, dims: tuple[str, ...], x: Array) -> None:
-    _check_dtypes(label, weights, x)
     width = x.shape[2]
-    weights = {name: leaf for name, leaf in weights.items() if not name.endswith("_bias")}
-    names = {"up", "down"} | ({"gate"} & set(weights))
-    shapes = {name: tuple(leaf.shape) for name, leaf in weights.items()}
+    shapes = {
+        name: tuple(leaf.shape) for name, leaf in weights.items() if not name.endswith("_bias")
+    }
+    names = {"up", "down"} | ({"gate"} & set(shapes))
     is_valid = (
-        set(weights) == names and len({len(shape) for shape in shapes.values()} | {len(dims)}) == 1
+        set(shapes) == names and len({len(shape) for shape in shapes.values()} | {len(dims)}) == 1
     )
     if is_valid:
         *expert_dims, _, hidden_dim = shapes["up"]
         num_units = (
             shapes["down"][-2]
-            if "gate" not in weights and hidden_dim % shapes["down"][-2] == 0
+            if "gate" not in shapes and hidden_dim % shapes["down"][-2] == 0
             else hidden_dim
         )
         up_shape = (*expert_dims, width, hidden_dim)

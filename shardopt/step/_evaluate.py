@@ -14,7 +14,7 @@ from shardopt.core._trace_context import RowContext
 from shardopt.losses._batch_dims import map_rows, num_rows, resized, row_counts, row_dims
 from shardopt.losses._obstacle import as_gathered
 from shardopt.losses._rows import with_rows
-from shardopt.losses._separable import Cut, LossCall, Mixing, find_mixing
+from shardopt.losses._separable import Cut, LossCall, Mixing, find_mean, find_mixing
 from shardopt.losses._view import Views
 from shardopt.mesh import on_mesh
 from shardopt.step._cache import LayoutCache
@@ -94,15 +94,19 @@ class Totals:
         config = self._config
         layout = self._layouts.of(state.params)
         batch = abstract(batch)
-        if config.loss.separable or len(row_counts(config, batch)) != 1:
+        if config.loss.separable:
             return None
+        loss_call = LossCall(config.strategy, None, training=False)
+        home = config.home
+        loss_and_params = config.loss.loss_fn, as_gathered(config, layout)
+        if len(row_counts(config, batch)) != 1:
+            return on_mesh(home.auto, find_mean, home.axes)(*loss_and_params, batch, loss_call)
         if config.num_pieces > 1 and self._views.of(layout, batch) == "per_device":
             return None
         cut = Cut(2, row_dims(config, batch))
         two_batches = resized(config, batch, rows=2 * num_rows(config, batch))
-        loss_call = LossCall(config.strategy, None, training=False)
-        prove = on_mesh(config.home.auto, find_mixing, config.home.axes)
-        return prove(config.loss.loss_fn, as_gathered(config, layout), two_batches, cut, loss_call)
+        prove = on_mesh(home.auto, find_mixing, home.axes)
+        return prove(*loss_and_params, two_batches, cut, loss_call)
 
     def _run(
         self, program: AotCompiled, state: TrainState, batch: PyTree, pieces: slice

@@ -381,6 +381,12 @@ def test_a_loss_may_close_over_a_value_that_the_user_traces(constant, view, mesh
     np.testing.assert_allclose(loss_at(value, state), expected, rtol=1e-5)
 
 
+def test_a_loss_without_a_tracer_is_a_loss(mesh_of):
+    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), lambda params, batch: 3.0)
+    _, metrics = opt.step(opt.init(PARAMS), X)
+    assert (metrics["loss"], metrics["grad_norm"]) == (3, 0)
+
+
 TRANSFORMATIONS = {
     "grad": lambda f: jax.grad(f)(2.0),
     "vmap": lambda f: jax.vmap(f)(jnp.array([1.0, 2.0])),

@@ -300,6 +300,17 @@ FIRST_BATCH = [
         ),
     ),
     (
+        lambda params, batch: (square(params, batch), {1: 0.5}),
+        {},
+        X,
+        TypeError,
+        (
+            "ddp: aux values of loss_fn must be numbers, arrays, so.losses.Weighted, so.losses.Sum,"
+            " so.losses.Max, so.losses.Min or so.losses.Updated.\n  1: float\n"
+            "Fix: give each number a string of its own as its name."
+        ),
+    ),
+    (
         lambda params, batch: (square(params, batch), {}, {}),
         {},
         X,

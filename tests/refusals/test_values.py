@@ -414,6 +414,42 @@ def test_attention_refuses_places_of_the_host_beyond_32_bits(name, value):
         so.nn.attention(x, x, x, **{name: ids})
 
 
+def attend(query, key, value, sinks):
+    return so.nn.attention(query, key, value, sinks=sinks)
+
+
+def mix_experts(x, router, bias):
+    weights = {"up": jnp.ones((4, 8, 8), x.dtype), "down": jnp.ones((4, 8, 8), x.dtype)}
+    return so.nn.mixture_of_experts(weights, x, router, top_k=2, bias=bias)
+
+
+ARRAYS = {
+    "attention": (
+        attend,
+        dict.fromkeys(("query", "key", "value"), (1, 6, 2, 4)) | {"sinks": 2},
+    ),
+    "cross_entropy": (
+        lambda x, head: so.nn.cross_entropy(x, head, np.ones((1, 6), np.int32)),
+        {"x": (1, 6, 8), "head": (V, 8)},
+    ),
+    "mixture_of_experts": (mix_experts, {"x": (1, 6, 8), "router": (8, 4), "bias": 4}),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.complex64, np.int32])
+@pytest.mark.parametrize(
+    ("caller", "name"),
+    [(caller, name) for caller, (_, shapes) in ARRAYS.items() for name in shapes],
+)
+def test_arrays_that_are_not_real_floating_numbers_are_refused(caller, name, dtype):
+    """An imaginary part would be left out, and a fraction of the result."""
+    call, shapes = ARRAYS[caller]
+    arrays = {key: jnp.ones(shape, dtype if key == name else None) for key, shape in shapes.items()}
+    problem = f"{caller}: arrays must hold real floating numbers.\n  {name}: {dtype.__name__}\n"
+    with pytest.raises(TypeError, match=f"^{problem}Fix: cast them"):
+        call(**arrays)
+
+
 @pytest.mark.parametrize("shape", [(V, 1), (V, 4), (8,), (V, 8, 1)])
 def test_cross_entropy_refuses_a_head_of_another_width(shape):
     with pytest.raises(

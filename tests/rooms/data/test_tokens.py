@@ -18,6 +18,8 @@ def test_lines_are_documents_that_pack_takes(tmp_path):
     np.testing.assert_array_equal(documents[1]["tokens"], [5, 6, 7])
     (row,) = data.pack(documents, 6)
     np.testing.assert_array_equal(row["weights"], [0.5, 1, 0, 0.5, 1, 0])
+    path.write_text(f'{{"tokens": [5, 6], "weights": [1, {10**30}]}}')  # beyond an integer of numpy
+    assert data.read_tokens(path, vocab_size=8)[0]["weights"][1] == np.float32(1e30)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +38,12 @@ def test_lines_are_documents_that_pack_takes(tmp_path):
         ('{"tokens": [1, 2], "weights": [1]}', "has 2 tokens and 1 weight"),
         ('{"tokens": [1, 2], "weights": [1, 0]}', "'weights' must be from 0 on, and some after"),
         ('{"tokens": [1, 2], "weights": [0, NaN]}', "'weights' must be from 0 on, and some after"),
+        ('{"tokens": [1, 2], "weights": [1, 1e39]}', "'weights' must be from 0 on, and some after"),
+        (
+            '{"tokens": [1, 2], "weights": [1, 1e-99]}',
+            "'weights' must be from 0 on, and some after",
+        ),
+        (f'{{"tokens": [1, 2], "weights": [1, {10**400}]}}', "int too large to convert to float"),
         ('{"tokens": [1, 2], "weights": [-1, 1]}', "'weights' must be from 0 on, and some after"),
     ],
 )

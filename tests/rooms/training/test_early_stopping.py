@@ -81,7 +81,7 @@ def test_without_the_metric_or_the_rule_nothing_is_observed():
         ({"min_delta": -0.1}, "EarlyStopping: min_delta must be finite, at least 0; got -0.1."),
         ({"min_delta": math.nan}, "EarlyStopping: min_delta must be finite, at least 0; got nan."),
         ({"min_delta": math.inf}, "EarlyStopping: min_delta must be finite, at least 0; got inf."),
-        ({"mode": "least"}, "EarlyStopping: mode must be 'min' or 'max', got 'least'."),
+        ({"mode": "least"}, "EarlyStopping: unknown mode 'least'.\nFix: use 'min' or 'max'."),
     ],
 )
 def test_wrong_values_are_refused(arguments, message):

@@ -112,6 +112,26 @@ def test_any_other_loss_warns_once_with_a_remedy(kind, devices, view):
     )
 
 
+GRAPHS = [{"nodes": X[:rows], "edges": np.zeros((2 * rows, 2), np.int32)} for rows in (4, 8, 4)]
+
+
+def of_nodes(metrics):
+    return strategy_of(lambda params, graph: metrics(squares(params, graph["nodes"])), 4, "global")
+
+
+def test_batches_without_a_common_number_of_rows_warn_unless_the_loss_says_its_parts():
+    """A graph counts as one row, so a mean over its nodes is no mean over those of the set."""
+    opt = of_nodes(lambda x: (so.losses.Weighted(x.sum(), jnp.float32(len(x))), {"mean": x.mean()}))
+    with pytest.warns(UserWarning, match="evaluation: metric 'mean' of the set is taken as"):
+        metrics = so.training.evaluation(opt, GRAPHS)(state_of(4))
+    nodes = np.concatenate([graph["nodes"] for graph in GRAPHS])
+    np.testing.assert_allclose(metrics["val_loss"], squares(PARAMS, nodes).mean(), rtol=1e-5)
+    opt = of_nodes(lambda x: so.losses.Weighted(x.sum(), jnp.float32(len(x))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        so.training.evaluation(opt, GRAPHS)(state_of(4))
+
+
 def test_one_batch_needs_no_proof():
     opt = strategy_of(OTHERS["a median"][0], 1)
     with warnings.catch_warnings():
