@@ -10,7 +10,8 @@ from shardopt.config._config import StrategyConfig
 from shardopt.core import format_error
 
 _UNBOUND = re.compile(r"unbound axis name:? \W*(\w+)")
-_MANUAL = re.compile(r"can only refer to Auto axes|contains a manual axes")
+_MANUAL = re.compile(r"can only refer to Auto axes|contains a manual axes|is not found in mesh")
+_EXPLICIT = re.compile(r"can only refer to Auto axes|that are of type Auto")
 
 
 @contextlib.contextmanager
@@ -25,8 +26,9 @@ def explained(config: StrategyConfig, rows: int | None = None) -> Iterator[None]
       rows: the number of rows that the loss gets; None for all rows of the batch.
 
     Raises:
-      ValueError: in two cases. A collective of the loss names an axis that the view does not have.
-        Or, in the per-device view, the loss constrains a sharding over an axis of the rows.
+      ValueError: if a collective of the loss names an axis that the view does not have. If, in the
+        per-device view, the loss constrains a sharding over an axis of the rows; in the global view,
+        over an axis that the user's mesh has as an Explicit one.
     """
     try:
         yield
@@ -34,9 +36,12 @@ def explained(config: StrategyConfig, rows: int | None = None) -> Iterator[None]
         axis = _UNBOUND.search(str(error))
         if axis is None:
             raise
-        raise ValueError(format_error(config.strategy, *_no_such_axis(config, axis[1]))) from error
+        problem, fix = _no_such_axis(config, axis[1])
+        raise ValueError(format_error(config.strategy, problem, fix=fix)) from error
     except ValueError as error:
-        if config.loss.view != "per_device" or not _MANUAL.search(str(error)):
+        is_global = config.loss.view == "global"
+        kind = _EXPLICIT if is_global else _MANUAL
+        if "\nFix: " in str(error) or not kind.search(str(error)):
             _add_note(config, rows, error)
             raise
         problem = (
@@ -47,6 +52,9 @@ def explained(config: StrategyConfig, rows: int | None = None) -> Iterator[None]
             "use view='global', in which with_sharding_constraint and flax's logical axes hold as"
             " they are, or leave out all axes but tensor (in logical_axis_rules map them to None)."
         )
+        if is_global:
+            problem = "the loss asks for Explicit axes of the mesh, and it runs with Auto ones."
+            fix = "call jax.lax.with_sharding_constraint(x, PartitionSpec(...)), without a mesh."
         constraint = str(error).partition(" and mesh=")[0]
         raise ValueError(format_error(config.strategy, problem, [constraint], fix)) from error
     except Exception as error:
@@ -54,36 +62,26 @@ def explained(config: StrategyConfig, rows: int | None = None) -> Iterator[None]
         raise
 
 
-def _no_such_axis(config: StrategyConfig, axis: str) -> tuple[str, tuple[str, ...], str]:
-    """Return the problem, the details and the fix for a collective over an axis that the view does
-    not have.
-    """
+def _no_such_axis(config: StrategyConfig, axis: str) -> tuple[str, str]:
+    """Return the problem and the fix for a collective over an axis that the view does not have."""
     if config.loss.view == "global":
         problem = (
             f"the loss calls a collective over {axis!r}, but with view='global' it runs once, on"
             " the whole batch."
         )
-        return (
-            problem,
-            (),
-            (
-                "take the collective out (a mean is jnp.mean; flax's BatchNorm has axis_name=None),"
-                " use so.losses.batch_mean, right in both views, or view='per_device'."
-            ),
+        return problem, (
+            "take the collective out (a mean is jnp.mean; flax's BatchNorm has axis_name=None),"
+            " use so.losses.batch_mean, right in both views, or view='per_device'."
         )
     names = " and ".join(repr(name) for name in config.axes.summed)
     problem = (
         f"the loss calls a collective over {axis!r}, and devices that share the rows are along"
         f" {names} here."
     )
-    return (
-        problem,
-        (),
-        (
-            f"call it over {names} (flax's BatchNorm: axis_name={config.axes.summed!r}), or use"
-            " so.losses.batch_mean; or take it out and use view='global', in which a mean over rows is"
-            " jnp.mean (flax's BatchNorm: axis_name=None)."
-        ),
+    return problem, (
+        f"call it over {names} (flax's BatchNorm: axis_name={config.axes.summed!r}), or use"
+        " so.losses.batch_mean; or take it out and use view='global', in which a mean over rows is"
+        " jnp.mean (flax's BatchNorm: axis_name=None)."
     )
 
 

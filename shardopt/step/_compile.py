@@ -12,6 +12,7 @@ from jax.core import Tracer
 from shardopt.config._config import StrategyConfig
 from shardopt.config._user_mesh import abstract_on_auto_axes, put_on_auto_axes
 from shardopt.core import PyTree, TreeDef, abstract, calling
+from shardopt.losses._explain import explained
 from shardopt.mesh import under_mesh, without_mesh
 from shardopt.runtime._agreement import processes_of
 from shardopt.runtime._compiler_options import compiler_options
@@ -63,8 +64,7 @@ class AotCompiled:
         signature = _signature(leaves, treedef)
         if signature not in self._compiled:
             lowered = self.lower(*args)
-            if len(processes_of(self.config.mesh)) > 1:
-                # only several processes load it
+            if len(processes_of(self.config.mesh)) > 1:  # only several processes load it
                 from shardopt.step._same_start import check_same_program
 
                 check_same_program(self.config, lowered)
@@ -96,7 +96,7 @@ class AotCompiled:
 
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
         """Return the lowered program, also for abstract arguments."""
-        with without_mesh():
+        with without_mesh(), explained(self.config):
             return self.jitted.lower(
                 abstract(args[0]), *jax.tree.map(abstract_on_auto_axes, args[1:])
             )

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import diloco as reference
 from support.losses import LOSSES, cast
@@ -363,6 +363,38 @@ def test_models_that_carry_constraints_run_as_they_are(mesh_of, x64):
         )
 
     check(opt, plain, case.params, case.batches(2), tx=tx)
+
+
+AXIS_TYPES = {"Explicit": AxisType.Explicit, "Auto": AxisType.Auto}
+CONSTRAINTS = {
+    "spec": lambda mesh, x: jax.lax.with_sharding_constraint(x, P("dp")),
+    "sharding": lambda mesh, x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("dp"))),
+    "reshard": lambda mesh, x: jax.sharding.reshard(x, P("dp")),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+@pytest.mark.parametrize("kind", AXIS_TYPES)
+def test_a_constraint_over_an_axis_of_the_users_own_mesh_holds_or_has_a_remedy(kind, name):
+    mesh = jax.make_mesh((8,), ("dp",), axis_types=(AXIS_TYPES[kind],))
+    params = {"w": np.ones((8, 2), np.float32)}
+
+    def loss_fn(params, batch):
+        return jnp.mean(CONSTRAINTS[name](mesh, batch @ params["w"]) ** 2)
+
+    def step(view):
+        opt = so.fsdp(optax.sgd(0.1), so.Axes(mesh, data="dp"), loss_fn, view=view)
+        return opt.step.lower(opt.abstract_state(params), np.ones((8, 8), np.float32))
+
+    assert refused(lambda: step("auto")).startswith(
+        "fsdp: the loss constrains a sharding, but with view='per_device'"
+    )
+    if name == "spec" or (name, kind) == ("sharding", "Auto"):
+        step("global")
+    else:
+        assert refused(lambda: step("global")).endswith(
+            "\nFix: call jax.lax.with_sharding_constraint(x, PartitionSpec(...)), without a mesh."
+        )
 
 
 def test_a_loss_written_for_the_other_view_is_refused(mesh_of):
