@@ -366,7 +366,7 @@ def lora(
         has an adapter.
       alpha: the factor of A B is alpha / rank; None is `rank`, so that the factor is 1.
       dropout: the probability with which a component of the input of A is 0 in training. It needs
-        `low_rank_products`.
+        `low_rank_products`, and targets in blocks that are not experts.
       base: how targets are stored and gathered. "float" leaves them as they are. "int8" and "nf4"
         take 8 and 4 bits for each number and 32 bits for each scale. They are turned into floats
         where a block uses them.
@@ -383,8 +383,9 @@ def lora(
 
     Raises:
       TypeError: if rank is not an integer, or rules are not a list.
-      ValueError: if a number is out of range, a regex does not compile, `base` is unknown, or
-        dropout is asked for without `low_rank_products`.
+      ValueError: if a number is out of range, a regex does not compile, or `base` is unknown.
+        From a step, if dropout is asked for a weight that is merged: without `low_rank_products`
+        or blocks, in the embedding, and in experts.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -421,14 +422,6 @@ def lora(
     check_choice("base", base, get_args(Base), "choose 'float', 'int8' or 'nf4'.")
     if not targets:
         raise value_error("targets must name weights, got none.")
-    if dropout and not low_rank_products:
-        fix = (
-            "set low_rank_products=True if the model uses so.nn.quantized_einsum, or leave dropout"
-            " out."
-        )
-        raise value_error(
-            "dropout acts on the input of A, which a merged weight does not have.", fix=fix
-        )
     if callable(rules) or any(map(callable, rules)):
         raise type_error("rules must be [(regex, PartitionSpec), ...], got a function.")
     adapted = Lora(
@@ -470,7 +463,7 @@ def _adapted_model(
         }
     return BlockModel(
         embed=_on_view(block_model.embed, _merged_view),
-        block=_on_view(block_model.block, block_view, needs_key=low_rank_products),
+        block=_on_view(block_model.block, block_view),
         loss=_on_view(block_model.loss, _merged_view),
         remat=block_model.remat,
         tables=tuple(table for table in block_model.tables if not is_target(table)),
@@ -479,15 +472,11 @@ def _adapted_model(
     )
 
 
-def _on_view(
-    function: Callable[..., Any], view: Callable[..., PyTree], *, needs_key: bool = False
-) -> Callable[..., Any]:
+def _on_view(function: Callable[..., Any], view: Callable[..., PyTree]) -> Callable[..., Any]:
     """Return the function of parameters with adapters.
 
-    It calls `function` with `view(params, rng)`.
+    It calls `function` with `view(params, rng)`. A view needs the key for dropout.
     """
-    if not takes_rng(function) and not needs_key:
-        return lambda params, *args: function(view(params, None), *args)
 
     def call_with_key(params: PyTree, *args: PyTree, rng: jax.Array | None = None) -> Any:
         keys = {"rng": rng} if takes_rng(function) and rng is not None else {}
@@ -496,8 +485,11 @@ def _on_view(
     return call_with_key
 
 
-def _merged_view(params: PyTree, _: jax.Array | None) -> PyTree:
-    return _map_nodes(lambda node: _with_float_base(node).merged(), params)
+def _merged_view(params: PyTree, rng: jax.Array | None) -> PyTree:
+    def merge(node: LowRank) -> jax.Array:
+        return dataclasses.replace(_with_float_base(node), key=rng).merged()
+
+    return _map_nodes(merge, params)
 
 
 def _low_rank_view(params: PyTree, rng: jax.Array | None) -> PyTree:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from shardopt.core import wide_dtype
+from shardopt.core import format_error, wide_dtype
 from shardopt.low_precision._weight import RoundedWeight
 from shardopt.optimizers import Matrix
 
@@ -71,7 +71,18 @@ class LowRank:
         )
 
     def merged(self) -> Float[Array, "..."]:
-        """Return W + scale A B as an array, in the dtype of W."""
+        """Return W + scale A B as an array, in the dtype of W.
+
+        Raises:
+          ValueError: if the node has a key for dropout.
+        """
+        if self.key is not None and self.dropout:
+            problem = "dropout acts on the input of A, which a merged weight does not have."
+            fix = (
+                "leave dropout out; or set low_rank_products=True, and target weights that blocks"
+                " multiply by so.nn.quantized_einsum."
+            )
+            raise ValueError(format_error("lora", problem, fix=fix))
         weight = _LETTERS[: self.ndim]
         first, second = self._factor_letters(weight)
         wide = wide_dtype(self.lora_a.dtype)

@@ -349,6 +349,47 @@ def test_dropout_scales_what_it_keeps_and_evaluation_drops_nothing(mesh_of):
     )
 
 
+def scores(params, batch):
+    return jnp.mean(batch["tokens"][:, :4].astype(jnp.float32) @ params["w"])
+
+
+def small_experts():
+    config = moe.config(vocab_size=32, dim=16, num_layers=1, num_heads=2, num_experts=4, hidden=8)
+    return moe.model(config), host_params(moe.init, config)
+
+
+MERGED = {
+    "without low_rank_products": (
+        lambda: (gpt.model(CONFIG), host_params(gpt.init, CONFIG)), ["mlp/down$"], False,
+    ),
+    "a loss": (lambda: (scores, {"w": np.ones((4, 4), np.float32)}), ["w"], True),
+    "the embedding": (
+        lambda: (gpt.model(CONFIG), host_params(gpt.init, CONFIG)), ["embedding$"], True,
+    ),
+    "experts": (small_experts, ["experts/"], True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_dropout_on_a_weight_that_is_merged_is_refused_in_training_alone(name, mesh_of):
+    """It would drop nothing."""
+    make, targets, low_rank_products = MERGED[name]
+    model, params = make()
+    adapted = lora(
+        model,
+        rank=2,
+        targets=targets,
+        dropout=0.5,
+        matrices=[("experts/", Matrix())],
+        low_rank_products=low_rank_products,
+    )
+    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=2), adapted.model, rules=adapted.rules)
+    state = opt.abstract_state(jax.eval_shape(adapted.init, params, jax.random.key(0)))
+    with pytest.raises(ValueError, match="lora: dropout acts on"):
+        opt.step.lower(state, BATCH)
+    opt.evaluate.lower(state, BATCH)
+
+
 def small(base="float", size=4):
     adapted = lora(
         lambda params, batch: jnp.mean(batch @ params["w"]), rank=2, targets=["w"], base=base
@@ -536,15 +577,6 @@ def test_int8_rounds_to_half_a_step():
             {"base": "int4"},
             ValueError,
             "lora: unknown base 'int4'.\nFix: choose 'float', 'int8' or 'nf4'.",
-        ),
-        (
-            {"dropout": 0.1},
-            ValueError,
-            (
-                "lora: dropout acts on the input of A, which a merged weight does not have.\nFix:"
-                " set low_rank_products=True if the model uses so.nn.quantized_einsum, or leave"
-                " dropout out."
-            ),
         ),
         (
             {"rules": print},
