@@ -2,7 +2,7 @@
 
 One on each host.
 
-`python _vault.py NUMBER` reads the run's token from its input, prints its port, and ends when its
+`_program.py _vault NUMBER` reads the run's token from its input, prints its port, and ends when its
 input does. A snapshot consists of one piece per rank. The vault keeps the pieces of the newest two
 steps of each rank, and only pieces that arrive with a matching checksum. A piece belongs to a
 group: the attempt and the number of processes that took the snapshot. Pieces of two groups are
@@ -17,16 +17,10 @@ import subprocess
 import sys
 import threading
 from multiprocessing.connection import Connection
-from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
-if __name__ == "__main__":  # the program starts without importing shardopt: this folder suffices
-    folder = ModuleType("shardopt.runtime")
-    folder.__path__ = [str(Path(__file__).parent)]
-    sys.modules[folder.__name__] = folder
-
 from shardopt.runtime._messages import MessageServer, connect
+from shardopt.runtime._program import command
 
 ADDRESSES = "SHARDOPT_VAULTS"
 TOKEN = "SHARDOPT_VAULT_TOKEN"
@@ -135,14 +129,13 @@ class Vault(NamedTuple):
 
 def start_vault(number: int, token: str) -> Vault:
     """Start a vault on this host; it ends when this process does."""
-    command = [sys.executable, "-I", "-S", __file__, str(number)]
     pipes = {
         "stdin": subprocess.PIPE,
         "stdout": subprocess.PIPE,
         "text": True,
         "start_new_session": True,
     }
-    process = subprocess.Popen(command, **pipes)
+    process = subprocess.Popen(command("_vault", number), **pipes)
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(f"{token}\n")
@@ -261,16 +254,12 @@ def digest(data: bytes | bytearray) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def main() -> None:
+def main(number: str) -> None:
     """Run a vault until the input of this program ends.
 
-    Its argument, the number of the vault, is for listings of processes.
+    Its number is for listings of processes.
     """
     token = sys.stdin.readline().strip()
     server = MessageServer(PieceStore().serve, token)
     print(server.port, flush=True)
     sys.stdin.read()
-
-
-if __name__ == "__main__":
-    main()

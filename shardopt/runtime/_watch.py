@@ -6,7 +6,7 @@ ahead of it. A rank without reports is stopped, cut off, or in native code that 
 interpreter lock. Messages are JSON, over connections whose peers have proved (HMAC, both ways) that
 they know the run's token.
 
-It is also a program, for `so.runtime.watchdog`: `python _watch.py COUNT TIMEOUT PORT`. This file
+It is also a program, for `so.runtime.watchdog`: `_program.py _watch COUNT TIMEOUT PORT HOST`. This file
 imports only the standard library.
 """
 
@@ -20,13 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
-
-if __name__ == "__main__":  # the program starts without importing shardopt: this folder suffices
-    folder = ModuleType("shardopt.runtime")
-    folder.__path__ = [str(Path(__file__).parent)]
-    sys.modules[folder.__name__] = folder
 
 from shardopt.runtime._messages import MessageServer
 from shardopt.runtime._progress import (
@@ -374,19 +368,18 @@ def process_state(pid: int) -> str:
         return ""
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(processes: str, seconds: str, port: str, host: str) -> int:
     """Watch the processes of a cluster until this program's input ends.
 
     Print a hang and end the job.
     """
-    count = int(arguments[0])
-    timeout = float(arguments[1])
-    port = int(arguments[2])
+    count = int(processes)
+    timeout = float(seconds)
     watch = Watch(
         count,
         timeout,
-        host=arguments[3],
-        port=port,
+        host=host,
+        port=int(port),
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
     print(json.dumps({"port": watch.port, **watch.environment}), flush=True)
@@ -414,7 +407,3 @@ def main(arguments: Sequence[str]) -> int:
         watch.ask(b"end")
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

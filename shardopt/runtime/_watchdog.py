@@ -5,14 +5,13 @@ one machine.
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from shardopt.core import format_error
 from shardopt.runtime import _progress as progress
+from shardopt.runtime._program import command
 
-_WATCH = Path(__file__).with_name("_watch.py")
 _KEY = "shardopt/watchdog"
 
 
@@ -91,10 +90,9 @@ def _start(count: int, timeout: float, port: int) -> str:
     The program ends when this process does.
     """
     address = os.environ.get(progress.LISTEN_ADDRESS, "0.0.0.0")
-    arguments = [str(count), str(timeout), str(port), address]
-    command = [sys.executable, "-I", "-S", str(_WATCH), *arguments]
+    words = command("_watch", count, timeout, port, address)
     program = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     assert program.stdout is not None
     line = program.stdout.readline()

@@ -188,16 +188,14 @@ def test_reports_of_another_version_do_not_stop_a_watch(count):
 
 
 VAULT = """
-import importlib, resource, runpy, sys, types
+import importlib, resource, sys, types
 resource.setrlimit(resource.RLIMIT_NOFILE, 2 * (int(sys.argv[3]),))
 folder = types.ModuleType("shardopt.runtime")
 folder.__path__ = [sys.argv[1]]
 sys.modules["shardopt.runtime"] = folder
 messages = importlib.import_module("shardopt.runtime._messages")
 messages._STRANGER_SECONDS = float(sys.argv[2])
-program = sys.argv[1] + "/_vault.py"
-sys.argv = [program, "0"]
-runpy.run_path(program, run_name="__main__")
+importlib.import_module("shardopt.runtime._vault").main("0")
 """
 
 
