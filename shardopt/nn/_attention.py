@@ -40,12 +40,13 @@ from shardopt.mesh import (
     not_manual_axes,
     size_along,
 )
+from shardopt.nn._blocks_of_keys import attend
 from shardopt.nn._cpu import queries_at_a_time
-from shardopt.nn._exchange import Attention, exchanged_attention, gathered_attention
+from shardopt.nn._exchange import Attention, GatheredKeys, exchanged_attention
 from shardopt.nn._ids import as_int32, integers
 from shardopt.nn._order import CONTEXT
 from shardopt.nn._regions import axes_of_roles, dividing_axes
-from shardopt.nn._ring import Ring, ring_attention, ring_of
+from shardopt.nn._ring import Ring, ring_of
 from shardopt.partition._divisible import sizes_that_divide
 from shardopt.trace._marks import ATTENTION, marked
 
@@ -218,7 +219,7 @@ def attention(
         )
     elif positions is not None:
         ring = ring_of((), 1, query.shape[1], rule, natural=False)
-        run_attention = _pad_values(functools.partial(ring_attention, ring))
+        run_attention = _pad_values(functools.partial(attend, ring))
     elif kernel == "xla":
         return _plain_attention(query, key, value, marks, sinks, rule=rule)
     else:
@@ -265,9 +266,9 @@ class _AttentionOverContext:
                 problem=problem,
                 fix="use method='all_to_all' or 'ring'",
             )
-            return gathered_attention(self.axes, self.rule, query, key, value, marks, sinks)
+            return attend(GatheredKeys(self.axes, self.rule), query, key, value, marks, sinks)
         if method == "ring":
-            return ring_attention(self._ring(query, natural), query, key, value, marks, sinks)
+            return attend(self._ring(query, natural), query, key, value, marks, sinks)
         degree = math.gcd(size, key.shape[2])
         if degree == 1:
             problem = (
@@ -288,7 +289,7 @@ class _AttentionOverContext:
         else:
 
             def run_attention(query, *others):  # pyright: ignore[reportRedeclaration]
-                return ring_attention(self._ring(query, natural, degree), query, *others)
+                return attend(self._ring(query, natural, degree), query, *others)
 
         return exchanged_attention(
             self.axes, degree, query, key, value, marks, sinks, run_attention

@@ -4,6 +4,7 @@ for heads.
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +17,10 @@ from shardopt.kernels._flash import (
     Marks,
     MaskRule,
     Queries,
+    State,
     absorb,
-    delta_of,
     empty_state,
-    finish,
     gradients,
-    heads_first,
-    heads_last,
-    sink_gradient,
 )
 
 Axes = tuple[str, ...]
@@ -81,68 +78,31 @@ def exchanged_attention(
     )
 
 
-def gathered_attention(
-    axes: Axes,
-    rule: MaskRule,
-    query: Float[Array, "B T H K"],
-    key: Float[Array, "B T G K"],
-    value: Float[Array, "B T G K"],
-    marks: Marks,
-    sinks: Float[Array, " H"] | None,
-) -> Float[Array, "B T H K"]:
-    """Gather keys and values, attend, and scatter the sums of dK and dV, in float32 at least.
+class GatheredKeys(NamedTuple):
+    """The keys of all devices at once; the backward pass gathers them again.
 
-    The backward pass gathers keys and values again.
+    Attributes:
+      axes: names of the context axis.
+      rule: which positions see which.
     """
-    return heads_last(_attend(axes, rule, *heads_first(query, key, value), marks, sinks))
+
+    axes: Axes
+    rule: MaskRule
+
+    def absorb(self, query: Array, keys: Keys) -> State:
+        """Return the state of these queries after all keys."""
+        return absorb(empty_state(query), query, *_gather_keys(self.axes, keys), self.rule)
+
+    def gradients(self, queries: Queries, keys: Keys) -> tuple[Array, Array, Array]:
+        """Return dQ, and the sums of dK and dV, which are scattered in float32 at least."""
+        query_marks, all_keys = _gather_keys(self.axes, keys)
+        dq, dk, dv = gradients(queries._replace(marks=query_marks), all_keys, self.rule)
+        return dq, psum_scatter(dk, self.axes, 2), psum_scatter(dv, self.axes, 2)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(
-    axes: Axes,
-    rule: MaskRule,
-    query: Array,
-    key: Array,
-    value: Array,
-    marks: Marks,
-    sinks: Array | None,
-) -> Array:
-    return _forward(axes, rule, query, key, value, marks, sinks)[0]
-
-
-def _forward(
-    axes: Axes,
-    rule: MaskRule,
-    query: Array,
-    key: Array,
-    value: Array,
-    marks: Marks,
-    sinks: Array | None,
-) -> tuple[Array, tuple]:
-    state = absorb(empty_state(query), query, *_gather_keys(axes, key, value, marks), rule)
-    out, logsumexp = finish(state, value.dtype, sinks)
-    return out, (query, key, value, marks, sinks, out, logsumexp)
-
-
-def _backward(
-    axes: Axes, rule: MaskRule, residuals: tuple, d_out: Array
-) -> tuple[Array, Array, Array, None, Array | None]:
-    query, key, value, marks, sinks, out, logsumexp = residuals
-    # otherwise XLA stores the keys and values that the forward pass gathered
-    key, value, d_out = lax.optimization_barrier((key, value, d_out))
-    delta = delta_of(out, d_out, logsumexp)
-    query_marks, keys = _gather_keys(axes, key, value, marks)
-    dq, dk, dv = gradients(Queries(query, d_out, logsumexp, delta, query_marks), keys, rule)
-    dk, dv = (psum_scatter(x, axes, 2) for x in (dk, dv))
-    d_sinks = sink_gradient(sinks, logsumexp, delta)
-    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None, d_sinks
-
-
-_attend.defvjp(_forward, _backward)
-
-
-def _gather_keys(axes: Axes, key: Array, value: Array, query_marks: Marks) -> tuple[Marks, Keys]:
+def _gather_keys(axes: Axes, keys: Keys) -> tuple[Marks, Keys]:
     """Return the marks of this device's positions, and the keys of all positions."""
+    key, value, query_marks = keys
     length = key.shape[2]
     gather = functools.partial(lax.all_gather, axis_name=axes, tiled=True)
     key_marks = jax.tree.map(lambda x: gather(x, axis=1), query_marks)

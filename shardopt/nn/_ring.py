@@ -1,13 +1,12 @@
 """Attention over a ring of devices: keys and values travel, and each device keeps its queries."""
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from shardopt.core import PyTree
 from shardopt.kernels import _splash as splash
@@ -18,13 +17,8 @@ from shardopt.kernels._flash import (
     Queries,
     State,
     absorb,
-    delta_of,
     empty_state,
-    finish,
     gradients,
-    heads_first,
-    heads_last,
-    sink_gradient,
 )
 from shardopt.mesh import axes_of_role, device_kind_or_default, mesh_under_trace
 
@@ -32,7 +26,8 @@ T = TypeVar("T")
 
 
 class Ring(NamedTuple):
-    """Which devices exchange keys and values.
+    """Which devices send keys and values on, in `hops` hops; in the backward pass they make the same
+    hops again. A ring of one device is allowed.
 
     Attributes:
       axes: names of the context axis.
@@ -49,6 +44,83 @@ class Ring(NamedTuple):
     hops: int
     rule: MaskRule
     splash: bool = False
+
+    def absorb(self, query: Array, keys: Keys) -> State:
+        """Return the state of these queries after the blocks of all hops."""
+        key_marks_at = _key_marks(self, query.shape[-2])
+        query_marks = key_marks_at(0, keys.marks)
+
+        def absorb_block(state: State, hop: Array | int, keys: Keys) -> State:
+            if not self.splash:
+                keys = keys._replace(marks=key_marks_at(hop, keys.marks))
+                return absorb(state, query, query_marks, keys, self.rule)
+            rule = _rule_of_block(self, hop)
+
+            def update(state):
+                return splash.absorb(state, query, query_marks, keys, rule)
+
+            return _unless_ahead(self, hop, update, state)
+
+        state = empty_state(query)
+        # sent while the product runs, also below
+        next_blocks = send(self, keys) if self.hops else keys
+        state = absorb_block(state, 0, keys)
+
+        def hop_step(carry: tuple, hop: Array) -> tuple[tuple, None]:
+            state, blocks = carry
+            next_blocks = send(self, blocks)
+            return (absorb_block(state, hop, blocks), next_blocks), None
+
+        if self.hops > 1:
+            carry = state, next_blocks
+            (state, next_blocks), _ = lax.scan(hop_step, carry, jnp.arange(1, self.hops))
+        if self.hops:
+            state = absorb_block(state, jnp.int32(self.hops), next_blocks)
+        return state
+
+    def gradients(self, queries: Queries, keys: Keys) -> tuple[Array, Array, Array]:
+        """Return dQ, and dK and dV, whose sums make as many hops in float32 (float64) as the keys.
+
+        They start at the first neighbour; their own device adds its part at the end.
+        """
+        key_marks_at = _key_marks(self, queries.query.shape[-2])
+        queries = queries._replace(marks=key_marks_at(0, queries.marks))
+
+        def block_gradients(hop: Array | int, keys: Keys) -> list[Array]:
+            if not self.splash:
+                keys = keys._replace(marks=key_marks_at(hop, keys.marks))
+                return list(gradients(queries, keys, self.rule))
+            rule = _rule_of_block(self, hop)
+            operands = queries.query, keys.key, keys.value
+            zeros = [jnp.zeros(x.shape, queries.logsumexp.dtype) for x in operands]
+
+            def kernel_gradients(_):
+                return splash.gradients(queries, keys, rule)
+
+            return _unless_ahead(self, hop, kernel_gradients, zeros)
+
+        blocks = send(self, keys) if self.hops else keys
+        dq, *own_sums = block_gradients(0, keys)
+        if self.hops:
+            next_blocks = send(self, blocks) if self.hops > 1 else blocks
+            dq_part, *sums = block_gradients(jnp.int32(1), blocks)
+            carry = dq + dq_part, sums, next_blocks
+
+            def hop_step(carry: tuple, hop: Array, *, last: bool = False) -> tuple[tuple, None]:
+                dq, sums, blocks = carry
+                # sent while the product runs
+                sums, next_blocks = send(self, (sums, () if last else blocks))
+                dq_part, *key_gradients = block_gradients(hop, blocks)
+                return (dq + dq_part, jax.tree.map(jnp.add, sums, key_gradients), next_blocks), None
+
+            if self.hops > 2:
+                carry, _ = lax.scan(hop_step, carry, jnp.arange(2, self.hops))
+            if self.hops > 1:
+                carry, _ = hop_step(carry, jnp.int32(self.hops), last=True)
+            dq, sums, _ = carry
+            own_sums = jax.tree.map(jnp.add, own_sums, send(self, sums, -self.hops))
+        dk, dv = own_sums
+        return dq, dk, dv
 
 
 def ring_of(
@@ -77,124 +149,6 @@ def ring_of(
     if natural and rule.window is not None:
         hops = min(hops, -(-(rule.window - 1) // length))
     return Ring(axes, size, stride, hops, rule, splash)
-
-
-def ring_attention(
-    ring: Ring,
-    query: Float[Array, "B T H K"],
-    key: Float[Array, "B T G K"],
-    value: Float[Array, "B T G K"],
-    marks: Marks,
-    sinks: Float[Array, " H"] | None,
-) -> Float[Array, "B T H K"]:
-    """Return attention of these queries over the keys of all devices of the ring.
-
-    A ring of one device is allowed.
-
-    In the forward pass, K and V make `hops` hops. In the backward pass they make the same hops, and
-    dK and dV in float32 (float64) make as many. The gradients dK and dV start at the first
-    neighbour; their own device adds its part at the end. No device stores the keys of another for
-    the backward pass.
-    """
-    return heads_last(_attend(ring, *heads_first(query, key, value), marks, sinks))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    ring: Ring, query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None
-) -> Array:
-    return _forward(ring, query, key, value, marks, sinks)[0]
-
-
-def _forward(
-    ring: Ring, query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None
-) -> tuple[Array, tuple]:
-    key_marks_at = _key_marks(ring, query.shape[-2])
-    query_marks = key_marks_at(0, marks)
-
-    def absorb_block(state: State, hop: Array | int, keys: Keys) -> State:
-        if not ring.splash:
-            keys = keys._replace(marks=key_marks_at(hop, keys.marks))
-            return absorb(state, query, query_marks, keys, ring.rule)
-        rule = _rule_of_block(ring, hop)
-
-        def update(state):
-            return splash.absorb(state, query, query_marks, keys, rule)
-
-        return _unless_ahead(ring, hop, update, state)
-
-    state = empty_state(query)
-    blocks = Keys(key, value, marks)
-    # sent while the product runs, also below
-    next_blocks = send(ring, blocks) if ring.hops else blocks
-    state = absorb_block(state, 0, blocks)
-
-    def hop_step(carry: tuple, hop: Array) -> tuple[tuple, None]:
-        state, blocks = carry
-        next_blocks = send(ring, blocks)
-        return (absorb_block(state, hop, blocks), next_blocks), None
-
-    if ring.hops > 1:
-        (state, next_blocks), _ = lax.scan(hop_step, (state, next_blocks), jnp.arange(1, ring.hops))
-    if ring.hops:
-        state = absorb_block(state, jnp.int32(ring.hops), next_blocks)
-    out, logsumexp = finish(state, value.dtype, sinks)
-    return out, (query, key, value, marks, sinks, out, logsumexp)
-
-
-def _backward(
-    ring: Ring, residuals: tuple, d_out: Array
-) -> tuple[Array, Array, Array, None, Array | None]:
-    query, key, value, marks, sinks, out, logsumexp = residuals
-    # otherwise XLA may store the keys and values that the forward pass received
-    key, value, d_out = lax.optimization_barrier((key, value, d_out))
-    key_marks_at = _key_marks(ring, query.shape[-2])
-    queries = Queries(
-        query, d_out, logsumexp, delta_of(out, d_out, logsumexp), key_marks_at(0, marks)
-    )
-
-    def block_gradients(hop: Array | int, keys: Keys) -> list[Array]:
-        if not ring.splash:
-            return list(
-                gradients(queries, keys._replace(marks=key_marks_at(hop, keys.marks)), ring.rule)
-            )
-        rule = _rule_of_block(ring, hop)
-        zeros = [jnp.zeros(x.shape, logsumexp.dtype) for x in (query, keys.key, keys.value)]
-
-        def kernel_gradients(_):
-            return splash.gradients(queries, keys, rule)
-
-        return _unless_ahead(ring, hop, kernel_gradients, zeros)
-
-    local_keys = Keys(key, value, marks)
-    blocks = send(ring, local_keys) if ring.hops else local_keys
-    dq, *local_key_gradients = block_gradients(0, local_keys)
-    if ring.hops:
-        next_blocks = send(ring, blocks) if ring.hops > 1 else blocks
-        dq_part, *sums = block_gradients(jnp.int32(1), blocks)
-        carry = dq + dq_part, sums, next_blocks
-
-        def hop_step(carry: tuple, hop: Array, *, last: bool = False) -> tuple[tuple, None]:
-            dq, sums, blocks = carry
-            # sent while the product runs
-            sums, next_blocks = send(ring, (sums, () if last else blocks))
-            dq_part, *key_gradients = block_gradients(hop, blocks)
-            return (dq + dq_part, jax.tree.map(jnp.add, sums, key_gradients), next_blocks), None
-
-        if ring.hops > 2:
-            carry, _ = lax.scan(hop_step, carry, jnp.arange(2, ring.hops))
-        if ring.hops > 1:
-            carry, _ = hop_step(carry, jnp.int32(ring.hops), last=True)
-        dq, sums, _ = carry
-        local_key_gradients = jax.tree.map(
-            jnp.add, local_key_gradients, send(ring, sums, -ring.hops)
-        )
-    dk, dv = local_key_gradients
-    d_sinks = sink_gradient(sinks, logsumexp, queries.delta)
-    return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None, d_sinks
-
-
-_attend.defvjp(_forward, _backward)
 
 
 def _rule_of_block(ring: Ring, hop: Array | int) -> MaskRule:

@@ -65,11 +65,11 @@ def normalised_by_the_last_block(patch):
 
 
 def heads_of_the_neighbour(patch):
-    right = attention.ring_attention
+    right = attention.attend
     break_function(
         patch,
-        attention.ring_attention,
-        lambda ring, q, k, v, *arguments: right(ring, q, k[:, :, ::-1], v, *arguments),
+        attention.attend,
+        lambda blocks, q, k, v, *arguments: right(blocks, q, k[:, :, ::-1], v, *arguments),
     )
 
 
