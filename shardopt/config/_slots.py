@@ -114,8 +114,10 @@ class Reduce(Protocol):
         """
         ...
 
-    def norm_specs(self, config: StrategyConfig, layout: Layout) -> list[PartitionSpec]:
-        """Return how gradients are sharded where their norm is computed."""
+    def norm(
+        self, config: StrategyConfig, grads: list[jax.Array], specs: list[PartitionSpec]
+    ) -> jax.Array:
+        """Return the Euclidean norm of reduced gradients together, which lie as `specs` say."""
         ...
 
     def __call__(

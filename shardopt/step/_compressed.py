@@ -21,6 +21,7 @@ from shardopt.losses._metrics import factor
 from shardopt.losses._sums import all_reduce_grads, scale
 from shardopt.mesh import size_along, spec_axes
 from shardopt.partition import LeafPlan
+from shardopt.step._gradients import norm_of_shards
 
 
 class CompressedOptState(NamedTuple):
@@ -119,7 +120,7 @@ class CompressedMean:
         """Return how averaged gradients are sharded: over no axis that a mean is taken over."""
         return [config.axes.stack(plan.data_spec(sharded=False)) for plan in layout.trained]
 
-    norm_specs = grad_specs
+    norm = staticmethod(norm_of_shards)
 
     def __call__(
         self,

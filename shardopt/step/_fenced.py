@@ -54,16 +54,11 @@ class FencedUpdate:
         inputs = trace.jaxpr.invars
         results = trace.jaxpr.outvars
         values = dict(zip(inputs, jax.tree.leaves(arguments), strict=True))
-        # whole arrays on both sides, so that the partitioner divides no product of matrices
-        replicated = shardings(config.mesh, PartitionSpec())
         for eqn in filter(_combines, trace.jaxpr.eqns):
             equations, sources = slice_of(trace, eqn.outvars, stop={*values})
             if sources:
-                arrays = jax.lax.with_sharding_constraint(
-                    [values[var] for var in sources], replicated
-                )
-                numbers = fenced(part_of(trace, equations, sources, eqn.outvars), *arrays)
-                numbers = jax.lax.with_sharding_constraint(numbers, replicated)
+                combine = part_of(trace, equations, sources, eqn.outvars)
+                numbers = fenced_on_each(config, combine, [values[var] for var in sources])
                 values |= dict(zip(eqn.outvars, numbers, strict=True))
         by_element, read = slice_of(trace, results, stop={*values})
         shards = [values[var] for var in read]
@@ -95,6 +90,18 @@ def fenced(f: Callable[..., PyTree], *args: PyTree) -> PyTree:
         return [jnp.zeros(x.shape, x.dtype) for x in jax.tree.leaves(shapes)]
 
     return with_leaves(shapes, jax.lax.cond(always, run, never, *leaves))
+
+
+def fenced_on_each(
+    config: StrategyConfig, f: Callable[..., PyTree], arrays: list[jax.Array]
+) -> PyTree:
+    """Return `f(*arrays)` as a program of its own, which each device runs on whole arrays.
+
+    Operands and results are whole, so that the partitioner divides no sum and no product.
+    """
+    whole = shardings(config.mesh, PartitionSpec())
+    arrays = jax.lax.with_sharding_constraint(arrays, whole)
+    return jax.lax.with_sharding_constraint(fenced(f, *arrays), whole)
 
 
 def _merged(program: ClosedJaxpr) -> ClosedJaxpr:

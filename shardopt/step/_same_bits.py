@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import PartitionSpec
 
 from shardopt.collectives import all_gather
@@ -37,7 +38,7 @@ from shardopt.losses._loss import loss_of_rows, step_key
 from shardopt.losses._metrics import combined, factor, objective
 from shardopt.losses._per_row import row_numbers
 from shardopt.losses._sums import cut, leaf_wire, scale, sum_parts
-from shardopt.step._fenced import FencedUpdate, fenced
+from shardopt.step._fenced import FencedUpdate, fenced, fenced_on_each
 from shardopt.step._gradients import ExactSum, MicroBatches, PerDeviceView
 
 
@@ -246,9 +247,13 @@ class TreeSum(ExactSum):
         """Return how the sums are sharded."""
         return [plan.data_spec(sharded=True) for plan in layout.trained]
 
-    def norm_specs(self, config: StrategyConfig, layout: Layout) -> list[PartitionSpec]:
-        """Return that leaves are whole for their norm, whose order is then one on every mesh."""
-        return [plan.data_spec(sharded=False) for plan in layout.trained]
+    def norm(
+        self, config: StrategyConfig, grads: list[jax.Array], specs: list[PartitionSpec]
+    ) -> jax.Array:
+        """Return the norm, which each device computes from whole gradients."""
+        return fenced_on_each(
+            config, lambda *leaves: optax.tree.norm([widened(leaf) for leaf in leaves]), grads
+        )
 
     def __call__(
         self,

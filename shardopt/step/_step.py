@@ -21,7 +21,7 @@ from shardopt.step._norms import Norms, norms_of
 from shardopt.step._opt_state import init_opt_state, join_opt_state, split_opt_state
 from shardopt.step._programs import CompiledStep, Program, compile_evaluate, init_programs
 from shardopt.step._results import TakenStep
-from shardopt.step._update import all_gather_params, apply_update, gradient_norm
+from shardopt.step._update import all_gather_params, apply_update
 
 
 def compile_step(
@@ -96,8 +96,10 @@ def metrics_of(config: StrategyConfig, layout: Layout, gradients: Gradients) -> 
     """Return the metrics of a step: the loss, the norm of the gradient, and the metrics that the
     loss returns.
     """
+    reduce = layout.reduce
+    specs = reduce.grad_specs(config, layout)
     return {
         "loss": gradients.loss,
-        "grad_norm": gradient_norm(config, layout, gradients.grads),
+        "grad_norm": reduce.norm(config, jax.tree.leaves(gradients.grads), specs),
         **gradients.metrics,
     }

@@ -196,23 +196,35 @@ def test_blocks_have_the_same_bits(strategy, mesh_of):
 
 
 OPTIMISED = """
-import jax, numpy as np, optax, shardopt as so
+import jax, jax.numpy as jnp, numpy as np, optax, shardopt as so
 from shardopt.models import gpt
 
+draw = np.random.default_rng(0)
 config = gpt.config(dim=32, num_layers=2, num_heads=2)
-params = jax.device_get(gpt.init(config, jax.random.key(0)))
-tokens = np.random.default_rng(0).integers(0, 256, size=(32, 17), dtype=np.int32)
-tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-results = set()
-for strategy, sizes in [(so.ddp, {"data": 1}), (so.fsdp, {"replica": 2, "data": 2})]:
+gpt_params = jax.device_get(gpt.init(config, jax.random.key(0)))
+tokens = draw.integers(0, 256, size=(32, 17), dtype=np.int32)
+matrices = {"in": draw.normal(size=(8, 16)), "out": draw.normal(size=(16, 4))}
+batch = {"x": draw.normal(size=(32, 8)), "y": draw.normal(size=(32, 4))}
+
+def mlp(params, batch):
+    return jnp.mean((jnp.tanh(batch["x"] @ params["in"]) @ params["out"] - batch["y"]) ** 2)
+
+def result(strategy, sizes, tx, loss_fn, params, batch):
     mesh = so.make_mesh(**sizes, devices=jax.devices()[: np.prod(list(sizes.values()))])
-    opt = strategy(tx, mesh, gpt.model(config), reducer=so.reducers.exact(tile_rows=4))
+    opt = strategy(tx, mesh, loss_fn, reducer=so.reducers.exact(tile_rows=4))
     state = opt.init(params)
     for _ in range(2):
-        state, metrics = opt.step(state, {"tokens": tokens})
+        state, metrics = opt.step(state, batch)
     leaves = jax.tree.leaves(jax.device_get((state.params, state.opt_state, metrics)))
-    results.add(b"".join(np.asarray(leaf).tobytes() for leaf in leaves))
-assert len(results) == 1
+    return b"".join(np.asarray(leaf).tobytes() for leaf in leaves)
+
+clip = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+problem = clip, gpt.model(config), gpt_params, {"tokens": tokens}
+sizes = {"replica": 2, "data": 2}
+assert result(so.ddp, {"data": 1}, *problem) == result(so.fsdp, sizes, *problem)
+# small leaves stay whole beside shards, and the norm is of both
+problem = optax.adamw(1e-2), mlp, *jax.tree.map(np.float32, (matrices, batch))
+assert result(so.ddp, {"data": 1}, *problem) == result(so.fsdp, {"data": 8}, *problem)
 """
 
 
