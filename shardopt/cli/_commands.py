@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -216,12 +217,12 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
     if options.hosts and fewer:
         problem = f"with --hosts every host starts all its processes, got {options.processes}."
         raise value_error(problem, fix=f"--processes {max(counts)}.")
-    if run_options is not None:  # each process has an equal share of the simulated devices
+    if run_options:  # each process has an equal share of the simulated devices
         fewer = [count for count in fewer if run_options.where.devices % max(count, 1) == 0]
     return run_processes(
         lambda attempt: child_command(command, folder, attempt),
         processes=max(counts),
-        log_dir=options.log_dir or (Path("runs/launch") if folder is None else folder / "logs"),
+        log_dir=options.log_dir or (folder / "logs" if folder else Path("runs/launch")),
         max_restarts=options.max_restarts,
         fewer=fewer,
         hang_timeout=options.hang_timeout,
@@ -307,6 +308,8 @@ def child_command(words: Sequence[str], run_dir: Path | None, attempt: int) -> l
     if words[0].endswith(".py"):
         return [sys.executable, *words]
     if words[0] not in _NAMES:
+        if shutil.which(words[0]) is None:
+            raise value_error(f"{words[0]!r} is no command of shardopt, and no program.")
         return list(words)
     if run_dir is None:
         return [sys.executable, "-m", "shardopt.cli", *words]

@@ -18,7 +18,7 @@ from shardopt.cli._options import (
     TuneOptions,
     check_numbers,
 )
-from shardopt.cli._run_folder import CHECKPOINTS, read_run_options
+from shardopt.cli._run_folder import CHECKPOINTS, read_run
 from shardopt.cli._train import decoder_config
 from shardopt.cli._tune import open_model
 from shardopt.core import PyTree, calling, value_error
@@ -75,7 +75,7 @@ def _read_run(folder: Path, step: int | None) -> tuple[Weights, Save]:
     if not (folder / CHECKPOINTS).is_dir():
         fix = "name the --run-dir of a run of train or tune."
         raise value_error(f"there is no run in {str(folder)!r}.", fix=fix)
-    options = read_run_options(folder)
+    options, _ = read_run(folder)
     if isinstance(options, TuneOptions):
         return _read_tuned(options, folder, step)
     config = decoder_config(options.model)

@@ -63,22 +63,16 @@ def checkpoint_settings(run: FolderOptions) -> dict[str, Any]:
 
 def read_options(folder: Path, options_type: type[Options] = TrainOptions) -> Options:
     """Return the options of the run of a command in a folder."""
-    options = read_run_options(folder)
+    options, _ = read_run(folder)
     if not isinstance(options, options_type):
         problem = f"the run in {str(folder)!r} is one of another command."
         raise value_error(problem, fix="go on with that command, or choose another --run-dir.")
     return options
 
 
-def read_run_options(folder: Path) -> RunOptions:
-    """Return the options of the run of train or tune in a folder."""
-    options, _ = _read_config(folder)
-    return options
-
-
 def order_changes(options: RunOptions, text_bytes: int) -> list[str]:
     """Return, for a resumed run, the changes that give its batches another order than before."""
-    saved_options, saved_bytes = _read_config(options.run.run_dir)
+    saved_options, saved_bytes = read_run(options.run.run_dir)
     before = _order_of(saved_options, saved_bytes or text_bytes)
     now = _order_of(options, text_bytes)
     return [
@@ -109,8 +103,8 @@ def write_options(options: RunOptions, text_bytes: int) -> None:
     write_atomic(options.run.run_dir / CONFIG, json.dumps(saved, indent=2) + "\n")
 
 
-def _read_config(folder: Path) -> tuple[RunOptions, int | None]:
-    """Return the options of a run, and the size of its text if that is known."""
+def read_run(folder: Path) -> tuple[RunOptions, int | None]:
+    """Return the options of a run of train or tune, and the size of its text if that is known."""
     path = folder / CONFIG
     if not path.is_file():
         fix = "leave out --resume to start one, or name its folder with --run-dir."

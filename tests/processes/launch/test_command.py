@@ -251,6 +251,13 @@ def test_what_cannot_be_launched_is_refused(capsys, words, message, tmp_path, mo
     assert not list(tmp_path.iterdir())
 
 
+def test_a_command_that_nobody_has_is_named(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["launch", "--", "trian", "--steps", "3"]) == 2
+    message = "launch: 'trian' is no command of shardopt, and no program."
+    assert capsys.readouterr().err == f"error: {message}\n"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -15,7 +15,7 @@ from shardopt.adapters import lora
 from shardopt.cli import main
 from shardopt.cli._export import _optimizer
 from shardopt.cli._options import ModelOptions, TrainOptions, TuneOptions
-from shardopt.cli._run_folder import read_run_options, write_options
+from shardopt.cli._run_folder import read_run, write_options
 from shardopt.cli._sample import continue_tokens
 from shardopt.cli._train import decoder_config
 from shardopt.models import from_pretrained, gpt, sample
@@ -54,7 +54,7 @@ def test_the_options_of_a_run_of_each_command_are_read(options_type, tmp_path):
     options = options_type()
     options = dataclasses.replace(options, run=dataclasses.replace(options.run, run_dir=tmp_path))
     write_options(options, text_bytes=1000)
-    assert read_run_options(tmp_path) == options
+    assert read_run(tmp_path) == (options, 1000)
 
 
 @pytest.mark.slow
