@@ -115,7 +115,7 @@ class Reduce(Protocol):
         ...
 
     def norm(
-        self, config: StrategyConfig, grads: list[jax.Array], specs: list[PartitionSpec]
+        self, config: StrategyConfig, leaves: list[jax.Array], specs: list[PartitionSpec]
     ) -> jax.Array:
         """Return the Euclidean norm of reduced gradients together, which lie as `specs` say."""
         ...

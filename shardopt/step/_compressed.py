@@ -21,7 +21,7 @@ from shardopt.losses._metrics import factor
 from shardopt.losses._sums import all_reduce_grads, scale
 from shardopt.mesh import size_along, spec_axes
 from shardopt.partition import LeafPlan
-from shardopt.step._gradients import norm_of_shards
+from shardopt.step._update import norm_of_shards
 
 
 class CompressedOptState(NamedTuple):

@@ -14,7 +14,7 @@ from shardopt.config._axes import AxisTable
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._slots import DeviceLoss, LossFunction, StepInputs
-from shardopt.core import PyTree, Weighted, widened
+from shardopt.core import PyTree, Weighted
 from shardopt.core._checksum import LIMBS, checksum_of, from_limbs, to_limbs
 from shardopt.core._loss_parts import Gradients, LossParts
 from shardopt.losses._batch_dims import batch_specs, num_rows
@@ -29,8 +29,9 @@ from shardopt.losses._sums import (
     reduce_scatter_grads,
     scale,
 )
-from shardopt.mesh import device_kind, spec_axes
+from shardopt.mesh import device_kind
 from shardopt.partition import LeafPlan
+from shardopt.step._update import norm_of_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,31 +139,6 @@ class PerDeviceView:
             return run(layout.treedef.flatten_up_to(params), batch, None, None, counted)
 
         return totals
-
-
-def norm_of_shards(
-    config: StrategyConfig, leaves: list[jax.Array], specs: list[PartitionSpec]
-) -> jax.Array:
-    """Return the Euclidean norm of all leaves together, summed in fp32 at least.
-
-    Stacked if each replica trains by itself.
-
-    It runs in the per-device view, with one sum for each set of axes that leaves are sharded over.
-    The partitioner would sum leaf by leaf, and between processes on CPU each sum is a round trip.
-    """
-    stacked = config.axes.stacked
-
-    def local_norm(leaves):
-        totals: dict[tuple[str, ...], jax.Array] = {}
-        for leaf, spec in zip(leaves, specs, strict=True):
-            axes = tuple(axis for axis in spec_axes(spec) if axis not in stacked)
-            total = jnp.sum(jnp.square(jnp.abs(widened(leaf))))
-            totals[axes] = totals[axes] + total if axes in totals else total
-        squared_norm = sum(all_reduce([total], axes)[0] for axes, total in totals.items())
-        return jnp.sqrt(squared_norm).reshape([1 for _ in stacked])
-
-    run = per_device(local_norm, config.mesh, in_specs=(specs,), out_specs=config.axes.stack())
-    return run(leaves)
 
 
 class ExactSum:

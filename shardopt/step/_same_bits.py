@@ -248,12 +248,14 @@ class TreeSum(ExactSum):
         return [plan.data_spec(sharded=True) for plan in layout.trained]
 
     def norm(
-        self, config: StrategyConfig, grads: list[jax.Array], specs: list[PartitionSpec]
+        self, config: StrategyConfig, leaves: list[jax.Array], specs: list[PartitionSpec]
     ) -> jax.Array:
         """Return the norm, which each device computes from whole gradients."""
-        return fenced_on_each(
-            config, lambda *leaves: optax.tree.norm([widened(leaf) for leaf in leaves]), grads
-        )
+
+        def norm(*leaves):
+            return optax.tree.norm(list(map(widened, leaves)))
+
+        return fenced_on_each(config, norm, leaves)
 
     def __call__(
         self,

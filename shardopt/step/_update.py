@@ -1,18 +1,21 @@
-"""The update in the global view: one optax update, placed by constraints. Then the all-gather."""
+"""The update in the global view, placed by constraints; then the all-gather, and the norm."""
 
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
-from shardopt.collectives import BUCKET_BYTES, LeafWire, all_gather, per_device
+from shardopt.collectives import BUCKET_BYTES, LeafWire, all_gather, all_reduce, per_device
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.config._offload import to_host
 from shardopt.config._transformation import ExtraArgs, call_update, check_same_form, check_updates
-from shardopt.core import PyTree, cast
+from shardopt.core import PyTree, cast, widened
 from shardopt.core._loss_parts import Gradients
 from shardopt.losses._parts import check_updated
+from shardopt.mesh import spec_axes
 from shardopt.partition import Owners
 from shardopt.step._results import AppliedUpdate, Change
 from shardopt.transforms._skip_anomalies import unless_skipped
@@ -137,3 +140,26 @@ def _replace_updated(
             for leaf, plan in zip(leaves, layout.plans, strict=True)
         ]
     )
+
+
+def norm_of_shards(
+    config: StrategyConfig, leaves: list[jax.Array], specs: list[PartitionSpec]
+) -> jax.Array:
+    """Return the Euclidean norm of all leaves together, stacked if each replica trains by itself.
+
+    It runs in the per-device view, with one sum for each set of axes that leaves are sharded over.
+    The partitioner would sum leaf by leaf, and between processes on CPU each sum is a round trip.
+    """
+    stacked = config.axes.stacked
+
+    def local_norm(leaves):
+        totals: dict[tuple[str, ...], jax.Array] = {}
+        for leaf, spec in zip(leaves, specs, strict=True):
+            axes = tuple(axis for axis in spec_axes(spec) if axis not in stacked)
+            total = jnp.sum(jnp.square(jnp.abs(widened(leaf))))
+            totals[axes] = totals[axes] + total if axes in totals else total
+        squared_norm = sum(all_reduce([total], axes)[0] for axes, total in totals.items())
+        return jnp.sqrt(squared_norm).reshape([1 for _ in stacked])
+
+    run = per_device(local_norm, config.mesh, in_specs=(specs,), out_specs=config.axes.stack())
+    return run(leaves)
