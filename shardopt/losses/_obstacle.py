@@ -134,10 +134,11 @@ def _find_obstacle(
         dims = [
             sequence_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(replica_batch)
         ]
-        mixing = find(replica_batch, Cut(axes.num_position_shares, dims, positions=True), loss_call)
+        cut = Cut(axes.num_position_shares, dims, positions=axes.positions)
+        mixing = find(replica_batch, cut, loss_call)
         if mixing is not None:
-            cut = f"positions, which {axes.num_position_shares} devices along context share"
-            return _obstacle_of(mixing, cut, FIX_POSITIONS)
+            text = f"positions, which {cut.pieces} devices along context share"
+            return _obstacle_of(mixing, text, FIX_POSITIONS)
     with_context = dataclasses.replace(loss_call, context=row_context(config))
     for rows, pieces in _row_cuts(config, num_rows(config, replica_batch)):
         divided_batch = resized(

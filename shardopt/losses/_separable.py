@@ -134,13 +134,14 @@ class Cut(NamedTuple):
         by default the first dims.
       blocks: the number of blocks of rows. A piece has an equal part of every block. 1 if pieces
         are contiguous.
-      positions: whether the dims are positions of sequences; if False, they are rows.
+      positions: the mesh axes of the pieces, if the dims are positions of sequences; () if they are
+        rows.
     """
 
     pieces: int
     dims: Sequence[int | None] | None = None
     blocks: int = 1
-    positions: bool = False
+    positions: tuple[str, ...] = ()
 
     @property
     def unit(self) -> str:
@@ -407,8 +408,8 @@ def _find_unproved(
             relate_jaxprs,
             cut.pieces,
             row_axes=loss_call.row_axes(cut.pieces),
-            other_axes=loss_call.other_axes,
-            positions=cut.positions,
+            other_axes=loss_call.other_axes.difference(cut.positions),
+            positions=bool(cut.positions),
             training=with_derivative_rules,
         )
         result_relations = relate_jaxprs(proof, whole_trace.jaxpr, piece_trace.jaxpr, relations)
@@ -589,7 +590,7 @@ def _leaf_problem(expected: str, relation: Relation) -> str:
             " of different rows."
         )
     if expected not in EXTREMES:
-        return REASONS["mixes"] if isinstance(relation, Extreme) else ""
+        return "" if isinstance(relation, Same | Total) else REASONS["mixes"]
     if is_drawn(relation):
         return REASONS["drawn"]
     if is_exactly_same(relation) or (isinstance(relation, Extreme) and relation.kind == expected):

@@ -208,7 +208,7 @@ def _result_ratio(
     if site.name == "div" and np.issubdtype(site.dtype, np.inexact):
         return ratios[0] / ratios[1]
     # 8-bit products take the largest magnitude of a gradient
-    if _is_linear(site) or (site.name == "abs" and ratios[0] > 0):
+    if _is_linear(site) or site.name == "abs":
         return ratios[0]
     # finite up to overflow, which rounding does not promise; a multiple is 0 where the number is
     if site.name == "is_finite" or (site.name in ("eq", "ne") and zeros[1]):

@@ -69,12 +69,7 @@ def gather(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
         if dim not in slice_dims
         or any(size[dim] != shape[dim] for size, shape in zip(sizes, shapes, strict=True))
     ]
-    resized_dims = [
-        dim
-        for dim in range(len(shapes[0]))
-        if sizes[0][dim] != sizes[1][dim] and dim not in differing_dims(shapes)
-    ]
-    if resized_dims:
+    if set(differing_dims(sizes)).difference(differing_dims(shapes)):
         return [site.unknown("position")]
     if _fill_breaks_ratio(site, operand):
         return [site.unknown("count")]
@@ -113,10 +108,8 @@ def _fill_breaks_ratio(site: EquationPair, operand: Relation) -> bool:
     """Return whether an index out of bounds gives a number that does not have the operand's ratio."""
     if is_unscaled(operand):
         return False
-    fill_value = site.params.get("fill_value")
-    has_fill_value = fill_value is not None and fill_value != 0
     return "FILL" in str(site.params.get("mode")) and (
-        has_fill_value or not np.issubdtype(site.dtype, np.inexact)
+        bool(site.params.get("fill_value")) or not np.issubdtype(site.dtype, np.inexact)
     )
 
 

@@ -39,7 +39,6 @@ from shardopt.separability._relations import (
 )
 from shardopt.separability._table import checked
 from shardopt.trace._jaxprs import CHECKPOINTS, open_jaxpr
-from shardopt.trace._marks import ROW_MAXIMUM, marks_in
 from shardopt.trace._parts import reached_from
 from shardopt.trace._primitives import library_name
 from shardopt.trace._walk import scan_parts, while_parts
@@ -149,8 +148,8 @@ def while_loop(
     """
     cond_consts, body_consts, start = while_parts(site.whole_eqn, relations)
     if site.params["cond_jaxpr"].out_avals[0].shape:
-        # devices take different numbers of turns, so a collective in a turn would wait for ever
-        proof = dataclasses.replace(proof, row_axes=())
+        # devices take different numbers of turns
+        proof = dataclasses.replace(proof, alone=True)
         first = len(relations) - len(start)
         start = [
             as_split(site, relation, first + i)
@@ -160,6 +159,8 @@ def while_loop(
     (condition,) = proof.relate(site, *site.both_params("cond_jaxpr"), [*cond_consts, *carry])
     if isinstance(condition, Known):
         condition = condition.as_same()
+    if is_drawn(condition) and not proof.alone:
+        return while_loop(dataclasses.replace(proof, alone=True), site, relations)
     if is_exactly_same(condition):
         return list(map(as_drawn, carry)) if is_drawn(condition) else carry
     if is_unscaled(condition) and isinstance(condition, Split) and not condition.drawn:
@@ -193,6 +194,8 @@ def cond(proof: ProofSettings, site: EquationPair, relations: list[Relation]) ->
     index_relation = resolve_numbers(site, relations)[0]
     if not is_exactly_same(index_relation):
         return unknown_results(site, [index_relation])
+    if is_drawn(index_relation):
+        proof = dataclasses.replace(proof, alone=True)
     branch_results = [proof.relate(site, *branch, operands) for branch in branches]
     results = []
     for alternatives in zip(*branch_results, strict=True):
@@ -232,9 +235,8 @@ def _scan_over_rows(
         Same(keys=relation.keys) if isinstance(relation, Same) else Same()
         for relation in resolve_numbers(site, relations)
     ]
-    # a turn has another row on each device, which a collective over row axes would combine
-    one_row = dataclasses.replace(proof, row_axes=())
-    unscaled &= not (proof.positions and marks_in(body, ROW_MAXIMUM))
+    # a turn has another row on each device, which a collective would combine
+    one_row = dataclasses.replace(proof, alone=True)
     if not unscaled or not all(map(_equals_piece, one_row.relate(site, *bodies, turn_operands))):
         return [unknown] * site.num_results
     carry_vars = body.invars[num_consts : num_consts + num_carry]

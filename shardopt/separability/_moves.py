@@ -224,22 +224,10 @@ def slice_entries(site: EquationPair, relations: Sequence[Relation]) -> list[Rel
         sizes = sizes_of_dim(shapes, relation.dim)
         return [take_along_split(site, relation, whole_entries, piece_entries, sizes)]
     if isinstance(relation, Columns):
-        last_dim = len(shapes[0]) - 1
-        only_last_dim = (
-            all(
-                len(ranges[trace][dim]) == shapes[trace][dim]
-                for trace in range(2)
-                for dim in range(last_dim)
-            )
-            and ranges[0][last_dim] == ranges[1][last_dim]
-        )
-        return [
-            (
-                Columns(tuple(relation.columns[i] for i in ranges[0][last_dim]))
-                if only_last_dim
-                else site.unknown("shape")
-            )
-        ]
+        whole_dims = [[*map(range, shape[:-1])] for shape in shapes]
+        if [taken[:-1] for taken in ranges] != whole_dims or ranges[0][-1] != ranges[1][-1]:
+            return [site.unknown("shape")]
+        return [Columns(tuple(relation.columns[i] for i in ranges[0][-1]))]
     return [relation]
 
 
@@ -256,21 +244,18 @@ def tile(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     repeats = site.both_params("reps")
     repeats_rows = isinstance(relation, Split) and repeats[0][relation.dim] != 1
     uneven = any(
-        times[0] != times[1] and sizes_of_dim(site.operand_shapes(), dim) != (1, 1)
-        for dim, times in enumerate(zip(*repeats, strict=True))
+        sizes_of_dim(site.operand_shapes(), dim) != (1, 1) for dim in differing_dims(repeats)
     )
     return [site.unknown("position") if repeats_rows or uneven else relation]
 
 
 def pad(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Put a number around the entries, but not along dims of rows."""
-    padded_differing_dims = {
-        dim
+    if any(
+        any(site.params["padding_config"][dim])
         for shapes in (site.operand_shapes(), site.result_shapes())
         for dim in differing_dims(shapes)
-        if any(site.params["padding_config"][dim])
-    }
-    if padded_differing_dims:
+    ):
         return unknown_results(site, relations)
     return [join(site, relations)]
 
@@ -306,7 +291,7 @@ def concatenate(site: EquationPair, relations: Sequence[Relation]) -> list[Relat
     block_size = None
     for i, part in enumerate(parts):
         if not isinstance(part, Split) or part.dim != dim:
-            return [_cannot_concatenate(site, part)]
+            return [not_linear(site, part)]
         length = site.operand_shapes(i)[1][dim]
         if block_size is None:
             block_size = length // part.blocks
@@ -323,12 +308,6 @@ def concatenate(site: EquationPair, relations: Sequence[Relation]) -> list[Relat
     if len(set(ratios)) > 1:
         return [site.unknown("count")]
     return [Split(dim, blocks, ratios[0] if ratios else Fraction(1))]
-
-
-def _cannot_concatenate(site: EquationPair, relation: Relation) -> Unrelated:
-    if isinstance(relation, Total | Extreme):
-        return not_linear(site, relation)
-    return site.unknown("position" if isinstance(relation, Same) else "mixes")
 
 
 def _columns(site: EquationPair, relations: Sequence[Relation]) -> Columns | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import JaxprEqn
 
 from shardopt.separability._relations import (
@@ -24,6 +25,7 @@ from shardopt.separability._relations import (
     differing_dims,
     equal_numbers,
     growth,
+    is_plain_zero,
 )
 
 MAX_SIZE = 1 << 21
@@ -52,10 +54,7 @@ ENTRY_BY_ENTRY: dict[str, Callable[..., Any]] = {
     "or": np.bitwise_or,
     "not": np.bitwise_not,
     "rem": np.fmod,
-    "copy": lambda x: x,
-    "stop_gradient": lambda x: x,
-    "name": lambda x: x,
-    "convert_element_type": lambda x: x,
+    **dict.fromkeys(["copy", "stop_gradient", "name", "convert_element_type"], lambda x: x),
     # an index out of bounds takes the first or last case, as in XLA
     "select_n": lambda index, *cases: np.select(
         [index <= i for i in range(len(cases))], cases, cases[-1]
@@ -77,8 +76,11 @@ REDUCE = {
 def as_numbers(value: Any) -> np.ndarray | None:
     """Return a literal or a constant of a trace as a numpy array.
 
-    None if it is too large or numpy has no such dtype.
+    None if it is too large, numpy has no such dtype, or this process cannot read it: a tracer of the
+    user's own `jit`, or an array of other processes.
     """
+    if isinstance(value, Tracer) or not getattr(value, "is_fully_addressable", True):
+        return None
     if getattr(value, "size", 1) > MAX_SIZE or (
         hasattr(value, "dtype") and getattr(value.dtype, "kind", "?") not in "biufcV"
     ):
@@ -137,10 +139,10 @@ def _compute(
     dtype = getattr(eqn.outvars[0].aval, "dtype", None)
     if not isinstance(dtype, np.dtype) or dtype.kind not in "biufcV":
         return None
+    if not _is_defined(name, args, dtype):
+        return None
     if name in ENTRY_BY_ENTRY:
         if math.prod(np.broadcast_shapes(*(arg.shape for arg in args))) > max_size:
-            return None
-        if not _is_defined(name, args, dtype):
             return None
         array = np.asarray(ENTRY_BY_ENTRY[name](*args)).astype(dtype)
         return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
@@ -200,8 +202,11 @@ def _compute(
 
 def _is_defined(name: str, args: Sequence[np.ndarray], dtype: np.dtype) -> bool:
     """Return whether numpy and XLA give the same: not for quotients of negative integers, for
-    integers divided by 0, or made of numbers that they cannot hold.
+    integers divided by 0, or made of numbers that they cannot hold. And not for the sign of a zero
+    that follows from -0.0.
     """
+    if name in ("max", "min", "clamp", "sign") or name in REDUCE:
+        return all(map(is_plain_zero, (arg[arg == 0] for arg in args)))
     if name in ("div", "rem") and dtype.kind in "iu":
         return bool(np.all(args[0] >= 0) and np.all(args[1] > 0))
     if name == "convert_element_type" and dtype.kind in "iu" and args[0].dtype.kind == "f":
@@ -248,18 +253,20 @@ def _common_ratio(
     """Return a number r with whole_values = r * piece_values, up to the rounding of the result.
 
     None if there is none. A power of n comes first: of rounded numbers, several ratios may be right.
+    A negative ratio would change the sign of a zero, and numbers of 8 bits are not rounded: 1/6 as
+    float8_e4m3fn is 3% more than a third of 1/2.
     """
     if equal_numbers(whole_values, piece_values):
         return Fraction(1)
     nonzero = piece_values != 0
-    if whole_values.dtype.kind not in "iuf" or not nonzero.any():
+    if whole_values.dtype.kind not in "iuf" or dtype.itemsize == 1 or not nonzero.any():
         return None
     pair = whole_values[nonzero].flat[0].item(), piece_values[nonzero].flat[0].item()
     if not all(map(math.isfinite, pair)):
         return None
     powers = [Fraction(num_pieces) ** k for k in (-1, 1, -2, 2)]
     for ratio in (*powers, Fraction(pair[0]) / Fraction(pair[1])):
-        if ratio and (
+        if ratio > 0 and (
             _rounds_to(piece_values, ratio, whole_values, dtype)
             or _rounds_to(whole_values, 1 / ratio, piece_values, dtype)
         ):
@@ -270,10 +277,9 @@ def _common_ratio(
 def _rounds_to(values: np.ndarray, ratio: Fraction, expected: np.ndarray, dtype: Any) -> bool:
     """Return whether the numbers times a ratio are the expected ones, rounded to their dtype.
 
-    Integers and floats of 8 bits are not rounded: 1/6 as float8_e4m3fn is 3% more than a third of
-    1/2.
+    Integers are not rounded.
     """
-    if dtype.kind in "iu" or dtype.itemsize == 1:
+    if dtype.kind in "iu":
         products = values.astype(object) * ratio
         return bool(np.all(products == expected))
     with np.errstate(all="ignore"):

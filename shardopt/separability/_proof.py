@@ -37,6 +37,8 @@ class ProofSettings:
       positions: whether pieces are pieces of sequences; if False, they are pieces of the rows.
       training: whether the loss is differentiated. Then the rules of `jax.custom_vjp` and
         `jax.custom_jvp` count.
+      alone: whether a device may take this branch or turn, and others not. Then a collective in it
+        would wait for ever.
       callers: the calls that the proof is inside of, the outermost first.
       rule_traces: traces of derivative rules, by the ids of the two equations. The proof follows a
         loop several times, so it caches them.
@@ -49,6 +51,7 @@ class ProofSettings:
     other_axes: frozenset[str] = frozenset()
     positions: bool = False
     training: bool = False
+    alone: bool = False
     callers: tuple[JaxprEqn, ...] = ()
     rule_traces: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
     key_uses: dict[tuple[KeyPath, Hashable], bool] = dataclasses.field(default_factory=dict)

@@ -61,8 +61,6 @@ def reduce_extreme(site: EquationPair, relations: Sequence[Relation]) -> list[Re
     if isinstance(relation, Total | Extreme):
         return [not_linear(site, relation)]
     assert isinstance(relation, Same | Split)
-    if not relation.ratio > 0:
-        return [site.unknown("count")]
     if isinstance(relation, Split) and relation.dim in dims:
         return [
             (
@@ -111,9 +109,8 @@ def _along(
     If rows lie along one of them and an operand is a total, the message names the sum.
     """
     if not site.differing_operand_dims.isdisjoint(dims):
-        total = next((relation for relation in relations if isinstance(relation, Total)), None)
-        mixed = site.unknown("mixes") if total is None else not_linear(site, total)
-        return [mixed] * site.num_results
+        totals = [relation for relation in relations if isinstance(relation, Total)]
+        return [not_linear(site, (*totals, *relations)[0])] * site.num_results
     return _row_by_row(site, relations, removed_dims)
 
 

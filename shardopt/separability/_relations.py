@@ -4,7 +4,7 @@ proof.
 A loss is traced twice: on the whole batch (the whole trace), and on one of n equal pieces of it
 (the piece trace). Both traces have the same equations, with other sizes. A variable has the value W
 in the whole trace, and P_i in the trace of piece i. A relation says how W follows from P_0, ...,
-P_{n-1}, for all parameters and all rows. Ratios are exact fractions:
+P_{n-1}, for all parameters and all rows. Ratios are exact fractions above 0:
 
     Same(r)       W = r P_i for every i
     Split(d, k)   W = r concat(P_0, ..., P_{n-1}) along dim d (k times, for each of k blocks)
@@ -159,8 +159,8 @@ class Known:
 
     @property
     def all_zero(self) -> bool:
-        """Whether all numbers are 0."""
-        return not (self.whole_values.any() or self.piece_values.any())
+        """Whether all numbers are 0, and none is -0.0."""
+        return is_plain_zero(self.whole_values) and is_plain_zero(self.piece_values)
 
     @property
     def same_numbers(self) -> bool:
@@ -265,6 +265,11 @@ REASONS = {
     "traces": "it does other things on the whole batch than on a piece of it.",
 }
 """The sentence of an error message for each reason of an `Unrelated`."""
+
+
+def is_plain_zero(values: np.ndarray) -> bool:
+    """Return whether all numbers are 0, and none is -0.0."""
+    return not values.tobytes().strip(b"\0")
 
 
 def equal_numbers(a: np.ndarray, b: np.ndarray) -> bool:

@@ -89,7 +89,7 @@ def apply_rule(site: EquationPair, relations: Sequence[Relation]) -> list[Relati
 
 def _results(site: EquationPair, rule: Rule, relations: Sequence[Relation]) -> list[Relation]:
     params = fixed_params(site.whole_eqn)
-    if not all(equal_params(params[name], site.piece_eqn.params[name]) for name in params):
+    if not equal_params(params, fixed_params(site.piece_eqn)):
         return unknown_results(site, relations, "count")
     if any(isinstance(relation, Shifted) for relation in relations):
         return [_apply_to_parts(site, rule, relations)] * site.num_results
@@ -192,21 +192,19 @@ def _apply_to_parts(site: EquationPair, rule: Rule, relations: Sequence[Relation
 def fixed_params(eqn: JaxprEqn) -> dict[str, Any]:
     """Return the parameters that must be equal in both traces: all but sizes and placements."""
     rule = TABLE.get(eqn.primitive.name)
-    sizes = rule.size_params if rule else {"jaxpr"}
+    sizes = rule.size_params if rule else {"jaxpr", "axis_size"}
     return {name: eqn.params[name] for name in eqn.params.keys() - sizes - PLACEMENT_PARAMS}
 
 
 def equal_params(whole_param: Any, piece_param: Any) -> bool:
-    """Return whether a parameter of an equation is the same in both traces."""
-    if whole_param is piece_param:
-        return True
-    numbers = np.ndarray | jax.Array | float
-    if isinstance(whole_param, numbers) and isinstance(piece_param, numbers):
-        return np.array_equal(np.asarray(whole_param), np.asarray(piece_param), equal_nan=True)
-    try:
-        return bool(whole_param == piece_param)
-    except Exception:
-        return False
+    """Return whether parameters of an equation are the same in both traces: 0.0 is not -0.0."""
+    (whole_leaves, whole_tree), (piece_leaves, piece_tree) = map(
+        jax.tree.flatten, (whole_param, piece_param)
+    )
+    return whole_tree == piece_tree and all(
+        a is b or (np.array_equal(a, b) and repr(a) == repr(b))
+        for a, b in zip(whole_leaves, piece_leaves, strict=True)
+    )
 
 
 def _iota(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.extend.core import JaxprEqn, Literal
 
 from shardopt.separability import _derivatives as derivatives
@@ -137,7 +136,7 @@ def _matching_equations(
 
 def _same_kind(whole_eqn: JaxprEqn, piece_eqn: JaxprEqn) -> bool:
     """Return whether two equations have one primitive, and operands and results of the same dtypes
-    and ranks.
+    and ranks. Both call a marked function, or none.
     """
 
     def kind(eqn: JaxprEqn) -> tuple[Any, ...]:
@@ -145,7 +144,9 @@ def _same_kind(whole_eqn: JaxprEqn, piece_eqn: JaxprEqn) -> bool:
             (getattr(var.aval, "dtype", None), len(shape_of(var)))
             for var in (*eqn.invars, *eqn.outvars)
         ]
-        return eqn.primitive, len(eqn.invars), len(eqn.outvars), types
+        # the name of a marked function is of its own type
+        name = type(eqn.params.get("name"))
+        return eqn.primitive, name, len(eqn.invars), len(eqn.outvars), types
 
     return kind(whole_eqn) == kind(piece_eqn)
 
@@ -162,21 +163,11 @@ def _relation_of_constants(whole_value: Any, piece_value: Any) -> Relation:
     shapes = np.shape(whole_value), np.shape(piece_value)
     if whole_value is piece_value and shapes[0] != ():
         return Same()
-    readable = all(map(_is_readable, (whole_value, piece_value)))
-    numbers = [as_numbers(value) for value in (whole_value, piece_value)] if readable else [None]
-    if any(value is None for value in numbers):
+    whole_numbers, piece_numbers = map(as_numbers, (whole_value, piece_value))
+    if whole_numbers is None or piece_numbers is None:
         return Same() if whole_value is piece_value else Unrelated("traces")
-    known = Known(*numbers)  # pyright: ignore[reportArgumentType]
+    known = Known(whole_numbers, piece_numbers)
     return Same() if shapes[0] == shapes[1] != () and known.same_numbers else known
-
-
-def _is_readable(value: Any) -> bool:
-    """Return whether this process can read a constant: not a tracer of the user's own `jit`, nor an
-    array of other processes.
-    """
-    if isinstance(value, Tracer):
-        return False
-    return not isinstance(value, jax.Array) or value.is_fully_addressable
 
 
 def _relate_equation(
@@ -207,9 +198,10 @@ def _call(proof: ProofSettings, site: EquationPair, relations: list[Relation]) -
     for kind, rule in ((ATTENTION, _attention), (ROW_MAXIMUM, _row_maximum)):
         if proof.positions and has_mark(site.whole_eqn, kind):
             unknown = first_unknown(relations)
-            if unknown is None and not _calls_one_function(site):
-                unknown = site.unknown("count")
-            return [unknown or rule(site, resolve_numbers(site, relations))]
+            # a derivative has several results, and devices that wait for others must all come here
+            if site.num_results > 1 or proof.alone or not _calls_one_function(site):
+                unknown = unknown or site.unknown("count")
+            return [unknown or rule(site, resolve_numbers(site, relations))] * site.num_results
     try:
         return proof.relate(site, *site.both_params("jaxpr"), relations)
     except DifferentTracesError:
@@ -293,21 +285,25 @@ def _row_maximum(site: EquationPair, relations: Sequence[Relation]) -> Relation:
     if is_drawn(operand):  # devices draw other numbers, and all would see their maximum
         return site.unknown("drawn")
     if isinstance(operand, Same | Split) and not differing_dims(site.result_shapes()):
-        return Same(abs(operand.ratio))
+        return Same(operand.ratio)
     return site.unknown("mixes")
 
 
 def _attention(site: EquationPair, relations: Sequence[Relation]) -> Relation:
     """Return the relation of the result of `so.nn.attention`.
 
-    The operands are query, key and value [B, T, ...], and position numbers [B, T] or [T]. The
+    The operands are query, key and value [B, T, H, D], and position numbers [B, T] or [T]. The
     attention combines the positions of all devices along context, so its result for a position is
-    the same as on one device.
+    the same as on one device. `vmap` adds a dim, and may move the others.
     """
     for i, relation in enumerate(relations):
-        positions = min(1, len(site.operand_shapes(i)[0]) - 1)
-        if relation != Split(positions) and not (i > 2 and relation == Same()):
+        ndim = len(site.operand_shapes(i)[0])
+        if (i < 3 and ndim != 4) or (
+            relation != Split(min(1, ndim - 1)) and not (i > 2 and relation == Same())
+        ):
             return site.unknown("shape")
+    if differing_dims(site.result_shapes()) != (1,):
+        return site.unknown("shape")
     return Split(1)
 
 
@@ -327,7 +323,7 @@ def _custom(proof: ProofSettings, site: EquationPair, relations: list[Relation])
     ):
         return results
     follow = derivatives.follow_jvp if site.name == "custom_jvp_call" else derivatives.follow_vjp
-    if site.params["symbolic_zeros"]:
+    if any(site.both_params("symbolic_zeros")):
         return unknown_results(site, results, "symbolic")
     return follow(proof, site, relations, results)
 
@@ -350,7 +346,7 @@ def _linear_solve(
 
     def follow(name: str, operands: Sequence[Relation]) -> list[Relation]:
         jaxprs = [getattr(functions, name) for functions in site.both_params("jaxprs")]
-        if jaxprs[0] is None:
+        if None in jaxprs:
             return list(operands)
         return proof.relate(site, jaxprs[0], jaxprs[1], [*consts[name], *operands])
 
@@ -399,23 +395,19 @@ def _collective(
 
     Over other axes the collective does the same for every piece.
     """
-    unknown = first_unknown(relations)
-    if unknown:
-        return [unknown] * site.num_results
+    grouped = site.params.get("axis_index_groups") is not None
+    equal = equal_params(*map(fixed_params, (site.whole_eqn, site.piece_eqn)))
+    if proof.alone or grouped or not equal or first_unknown(relations):
+        return unknown_results(site, relations, "primitive")
     named_axes = site.params.get("axes", site.params.get("axis_name", ()))
     axes = tuple(named_axes) if isinstance(named_axes, tuple | list | frozenset) else (named_axes,)
     relations = resolve_numbers(site, relations)
-    grouped = site.params.get("axis_index_groups") is not None
-    if (
-        proof.other_axes.issuperset(axes)
-        and not grouped
-        and (site.name in SUMS or site.name == "ppermute")
-    ):
+    if proof.other_axes.issuperset(axes) and (site.name in SUMS or site.name == "ppermute"):
         return [
             relation if isinstance(relation, Same | Split | Total) else site.unknown("mixes")
             for relation in relations
         ]
-    if set(axes) != set(proof.row_axes) or not axes or grouped:
+    if set(axes) != set(proof.row_axes) or not axes:
         return [site.unknown("primitive")] * site.num_results
     if site.name == "all_gather" and axes != proof.row_axes:
         return [site.unknown("position")]

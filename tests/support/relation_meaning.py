@@ -431,7 +431,8 @@ def violation(relation: Relation, whole_value: Any, pieces: Sequence[Any]) -> st
         expected = joined_pieces(relation, pieces)
     numerator, denominator = _fraction(relation.ratio, whole_value)
     if _equal(whole_value * denominator, expected * numerator, tolerance):
-        return None
+        is_multiple = isinstance(relation, Total) or relation.ratio != 1
+        return None if is_multiple else _sign_violation(whole_value, expected)
     return f"{whole_value} is not {relation.ratio} times {expected}"
 
 
@@ -448,6 +449,19 @@ def _known_violation(
             return f"its numbers have shape {known.shape}, not {value.shape}"
         if not _equal(_exact(numbers), _exact(value), _tolerance([value])):
             return f"its numbers are {value}, not {numbers}"
+        problem = _sign_violation(numbers, value)
+        if problem:
+            return problem
+    return None
+
+
+def _sign_violation(numbers: np.ndarray, others: np.ndarray) -> str | None:
+    """Return that zeros have other signs in equal numbers; None if not, or if they have no signs."""
+    if numbers.dtype.kind != "f" or others.dtype.kind != "f":
+        return None
+    zeros = (numbers == 0) & (others == 0)
+    if np.any(zeros & (np.signbit(numbers) != np.signbit(others))):
+        return f"zeros of {numbers} have other signs in {others}"
     return None
 
 
@@ -748,18 +762,18 @@ def draw_ratio(rng: np.random.Generator, dtype: np.dtype, num_pieces: int) -> Fr
     if dtype.kind == "b" or rng.random() < 0.6:
         return Fraction(1)
     ratios = [Fraction(2), Fraction(1, 2), Fraction(1, num_pieces), Fraction(num_pieces)]
-    if dtype.kind != "u":
-        ratios.append(Fraction(-1))
     return ratios[rng.integers(len(ratios))]
 
 
 def _draw_known(
     rng: np.random.Generator, shapes: Shapes, dtype: np.dtype, num_pieces: int
 ) -> Known:
-    style = rng.choice(["equal", "ratio", "rows", "any", "zeros", "zero in one"])
+    style = rng.choice(["equal", "ratio", "rows", "any", "zeros", "zero in one", "signed zeros"])
     unit_shape = tuple(1 for _ in shapes[0])
     if style == "zeros":
         return Known(np.zeros(unit_shape, dtype), np.zeros(unit_shape, dtype))
+    if style == "signed zeros":
+        return Known(*[rng.choice([0, -0.0], unit_shape).astype(dtype) for _ in range(2)])
     if style == "zero in one":
         values = [np.zeros(unit_shape, dtype), np.ones(unit_shape, dtype)]
         rng.shuffle(values)

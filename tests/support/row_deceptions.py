@@ -81,6 +81,20 @@ def product_backward(residuals, ct):
 product.defvjp(product_forward, product_backward, symbolic_zeros=True)
 
 
+@jax.custom_vjp
+def plain_product(x, y):
+    return x * y
+
+
+def plain_backward(residuals, ct):
+    x, y = residuals
+    slope = ct * x
+    return ct * y, slope
+
+
+plain_product.defvjp(lambda x, y: (x * y, (x, y)), plain_backward)
+
+
 @jax.custom_jvp
 def product_by_tangents(x, y):
     return x * y
@@ -132,6 +146,9 @@ SYMBOLIC_ZEROS = cases({
     "a jvp rule": lambda p, b: jnp.mean(product_by_tangents(b["x"], b["x"] * p["scale"]) * b["x"]),
     "a result without a cotangent": lambda p, b: jnp.mean(both_outputs(b["x"] * p["scale"])[0] * b["x"]),
     "over the count": lambda p, b: jnp.mean(scaled_by_count(b["x"], b["x"] * p["scale"])),
+    "on a piece alone": lambda p, b: jnp.mean(
+        (plain_product if rows_of(b) == 8 else product)(b["x"], b["x"] * p["scale"])
+    ),
     "in a scan": lambda p, b: jnp.mean(
         jax.lax.scan(lambda c, _: (product(b["x"], c), None), b["x"] * p["scale"], None, length=2)[0]
     ),
@@ -426,7 +443,45 @@ def signed(read: Any) -> Any:
     )
 
 
+def angle(zero: Any) -> jax.Array:
+    return jnp.arctan2(zero, jnp.float32(-1.0))
+
+
+def with_zeros(place: Any) -> Any:
+    """Return the mean angle of errors, and of zeros whose sign the rows decide."""
+    return lambda p, b: jnp.mean(
+        angle(place(errors(p, b)[:, None], 0.0 if rows_of(b) > 4 else -0.0))
+    )
+
+
+def of_zeros(pick: Any) -> Any:
+    """Return a factor that follows from the sign of what is picked of two zeros."""
+    return signed(lambda zero, _: 4 + angle(pick(zero)))
+
+
+def turned_twice(p: Any, b: Any) -> jax.Array:
+    turn = 1.0 if rows_of(b) > 4 else -1.0
+    picked = jnp.where(p["scale"][0] < 9.0, 0.0, p["scale"][1] * turn)
+    return jnp.mean(errors(p, b)) * (4 + angle(picked * turn))
+
+
+def filled_up(p: Any, b: Any) -> jax.Array:
+    fill = 0.0 if rows_of(b) > 4 else -0.0
+    far = p["scale"].at[jnp.array([9])].get(mode="fill", fill_value=fill)
+    return jnp.mean(errors(p, b)) * (4 + angle(far[0]))
+
+
+MINUS_ZERO = jnp.float32(-0.0)
 SIGNS = cases({
+    "the larger": of_zeros(lambda zero: jax.lax.max(zero, MINUS_ZERO)),
+    "the smaller": of_zeros(lambda zero: jax.lax.min(zero, jnp.float32(0.0))),
+    "between bounds": of_zeros(lambda zero: jax.lax.clamp(zero, MINUS_ZERO, jnp.float32(1.0))),
+    "the largest": of_zeros(lambda zero: jnp.max(jnp.stack([zero, MINUS_ZERO]))),
+    "padded": with_zeros(lambda e, zero: jax.lax.pad(e, jnp.asarray(zero, e.dtype), [(0, 0, 0), (1, 0, 0)])),
+    "joined": with_zeros(lambda e, zero: jnp.concatenate([e, jnp.full(e.shape, zero)], axis=1)),
+    "chosen": signed(lambda zero, scale: 4 + angle(jnp.where(scale < 9.0, zero, scale))),
+    "filled": filled_up,
+    "turned twice": turned_twice,
     "an angle": signed(lambda zero, _: 4 + jnp.arctan2(zero, -1.0)),
     "an angle to a parameter": signed(lambda zero, scale: 4 + jnp.arctan2(zero, -1 - scale**2)),
     "bits": signed(lambda zero, _: 1.0 + (jax.lax.bitcast_convert_type(zero, jnp.int32) != 0)),

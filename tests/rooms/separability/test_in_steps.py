@@ -215,3 +215,152 @@ def test_a_gather_has_all_rows_only_if_it_names_the_axes_in_the_order_of_the_pie
     call = LossCall(context=context, axis_sizes={"replica": 2, "data": 2})
     mixing = find_mixing(loss_fn, abstract(PARAMS), abstract(BATCH), Cut(4), call)
     assert (mixing is None) == (row == "in the order of the pieces")
+
+
+BOTH_AXES = {"data": 4, "model": 2}
+OF_FOUR = LossCall(
+    key=jax.eval_shape(lambda: jax.random.key(0)),
+    context=RowContext(("data",), 4),
+    axis_sizes=BOTH_AXES,
+)
+
+
+def of_own(whole, piece):
+    """Return a factor that another function computes on all 8 rows than on fewer."""
+    return lambda p, b: jnp.mean(outputs(p, b)) * (whole if own(b) == 8 else piece)(p, b)
+
+
+def mean_over(axes, shares, groups=None):
+    def mean(p, b):
+        return jax.lax.psum(jnp.mean(b["y"]), axes, axis_index_groups=groups) / shares
+
+    return mean
+
+
+def from_neighbour(*pairs):
+    return lambda p, b: jax.lax.ppermute(p["w"][0], "model", pairs)
+
+
+def drawn_branch(p, b, rng):
+    branches = (lambda y: so.losses.batch_mean(y) ** 2), (lambda y: jnp.sum(p["w"]))
+    return jnp.mean(outputs(p, b)) + jax.lax.cond(jax.random.bernoulli(rng), *branches, b["y"])
+
+
+def drawn_turns(p, b, rng):
+    turns = jax.random.randint(rng, (), 1, 5)
+
+    def turn(state):
+        return state[0] + 1, state[1] + so.losses.batch_mean(jax.lax.stop_gradient(b["y"])) ** 2
+
+    _, total = jax.lax.while_loop(lambda state: state[0] < turns, turn, (0, jnp.float32(0)))
+    return jnp.mean(outputs(p, b)) + total
+
+
+def turns_of_rows(p, b):
+    def of_row(x):
+        return jax.lax.while_loop(
+            lambda x: jnp.sum(x**2) > 1, lambda x: 0.1 * jax.lax.pmean(x, "model"), x
+        )
+
+    return jnp.mean(jax.vmap(of_row)(jax.lax.stop_gradient(b["x"])) @ p["w"])
+
+
+def chosen_branch(p, b):
+    branches = (lambda y: so.losses.batch_mean(y) ** 2), (lambda y: jnp.sum(p["w"]))
+    return jnp.mean(outputs(p, b)) + jax.lax.cond(p["w"][0] > 0, *branches, b["y"])
+
+
+COLLECTIVES = {
+    "of another axis on a piece": of_own(mean_over("data", 1), mean_over("model", 4)),
+    "of groups on a piece": of_own(mean_over("data", 1), mean_over("data", 4, [[0, 1], [2, 3]])),
+    "of another neighbour on a piece": of_own(
+        from_neighbour((0, 1), (1, 0)), from_neighbour((0, 0), (1, 1))
+    ),
+    "in a branch that is drawn": drawn_branch,
+    "in turns whose number is drawn": drawn_turns,
+    "in turns whose number a row has": turns_of_rows,
+    "in a branch that parameters choose": chosen_branch,
+    "of neighbours": of_own(*[from_neighbour((0, 1), (1, 0))] * 2),
+}
+FOLLOWED = "in a branch that parameters choose", "of neighbours"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("row", COLLECTIVES)
+def test_all_devices_must_come_to_the_same_collective(row):
+    mixing = find_mixing(COLLECTIVES[row], abstract(PARAMS), abstract(BATCH), Cut(4), OF_FOUR)
+    assert (mixing is None) == (row in FOLLOWED)
+
+
+SEQUENCES = {
+    "x": jax.ShapeDtypeStruct((2, 8, 3, 4), np.float32),
+    "many": jax.ShapeDtypeStruct((2, 8, 3, 2, 4), np.float32),
+    "numbers": jax.ShapeDtypeStruct((2, 8), np.float32),
+}
+
+
+def mixed(x):
+    return so.nn.attention(x, x, x)
+
+
+def mean_of_positions(of_positions):
+    """Return the mean over the batch of numbers [B, T, ...], which `Weighted` divides once more."""
+
+    def loss(p, b):
+        numbers = of_positions(p["w"][0], b)
+        return so.losses.Weighted(jnp.sum(numbers), jnp.float32(numbers.size))
+
+    return loss
+
+
+def known_positions(w, b):
+    length = b["numbers"].shape[1]
+    jitted = jax.jit(lambda: jnp.arange(length, dtype=jnp.int32))
+    return w * b["numbers"] * (so.nn.positions(length) if length == 8 else jitted())[None]
+
+
+def attended_in_turns(p, b, rng):
+    turns = jax.random.randint(rng, (), 1, 5)
+    _, x = jax.lax.while_loop(
+        lambda state: state[0] < turns, lambda state: (state[0] + 1, mixed(state[1])), (0, b["x"])
+    )
+    return jnp.mean(x) * p["w"][0]
+
+
+def attended_by_vmap(p, b):
+    by_vmap = jax.vmap(mixed, in_axes=2, out_axes=2)(b["many"])
+    return so.losses.Weighted(jnp.mean(by_vmap) * p["w"][0], jnp.float32(b["many"].shape[1]))
+
+
+OF_POSITIONS = {
+    "attention": mean_of_positions(lambda w, b: w * mixed(b["x"])),
+    "positions": mean_of_positions(lambda w, b: w * b["numbers"] * so.nn.positions(b["numbers"].shape[1])[None]),
+    "positions in a function of one's own": mean_of_positions(known_positions),
+    "attention by vmap": attended_by_vmap,
+    "tangents of attention": mean_of_positions(lambda w, b: jax.jvp(mixed, (w * b["x"],), (b["x"],))[1]),
+    "a gradient of attention": mean_of_positions(lambda w, b: jax.grad(lambda x: jnp.sum(mixed(x)))(w * b["x"])),
+    "attention in turns whose number is drawn": attended_in_turns,
+    "a mean over devices": lambda p, b: jnp.mean(jnp.tanh(jax.lax.pmean(b["numbers"], "context") * p["w"][0])),
+    "numbers of a neighbour": lambda p, b: jnp.mean(p["w"][0] * b["numbers"] * jax.lax.ppermute(b["numbers"], "context", [(0, 1), (1, 0)])),
+}  # fmt: skip
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("row", OF_POSITIONS)
+def test_what_devices_along_context_compute_together(row):
+    takes_key = OF_POSITIONS[row] is attended_in_turns
+    call = LossCall(key=OF_FOUR.key if takes_key else None, axis_sizes={"data": 1, "context": 4})
+    cut = Cut(4, [1] * len(SEQUENCES), positions=("context",))
+    mixing = find_mixing(OF_POSITIONS[row], abstract(PARAMS), SEQUENCES, cut, call)
+    assert (mixing is None) == (row in ("attention", "positions"))
+
+
+def test_a_metric_of_a_number_of_rows_is_refused():
+    """A number for each column, of which one counts the rows and another is a parameter."""
+
+    def loss_fn(p, b):
+        counted = jnp.concatenate([jnp.float32(own(b))[None], p["w"][:1]])
+        return jnp.mean(outputs(p, b)), {"counted": counted}
+
+    mixing = find_mixing(loss_fn, abstract(PARAMS), abstract(BATCH), Cut(4))
+    assert mixing.result == "metric 'counted'"

@@ -314,8 +314,10 @@ def attention(rng: np.random.Generator) -> RuleCase:
     num_pieces = int(rng.choice([2, 3]))
     length = int(rng.integers(1, 4))
     sequences = 2
-    features = 3
-    sizes: Shapes = (sequences, length * num_pieces, features), (sequences, length, features)
+    # `vmap` adds a dim, which the results have in front
+    by_vmap = rng.random() < 0.2
+    heads = (2, 1, 3) if by_vmap else (1, 3)
+    sizes: Shapes = (sequences, length * num_pieces, *heads), (sequences, length, *heads)
     relations = [Split(1) if rng.random() < 0.8 else Same() for _ in range(3)]
     ratio = Fraction(2) if rng.random() < 0.2 else Fraction(1)
     relations[0] = Split(1, ratio=ratio, drawn=bool(rng.random() < 0.2))
@@ -326,19 +328,24 @@ def attention(rng: np.random.Generator) -> RuleCase:
         """Return the positions of all devices, by operations without a size among parameters."""
         shape = (lax.axis_size(AXIS), *x.shape)
         is_own = lax.broadcasted_iota(np.int32, shape, 0) == lax.axis_index(AXIS)
-        of_devices = lax.psum(jnp.where(is_own, lax.broadcast_in_dim(x, shape, (1, 2, 3)), 0), AXIS)
+        of_devices = lax.psum(
+            jnp.where(is_own, lax.broadcast_in_dim(x, shape, (1, 2, 3, 4)), 0), AXIS
+        )
         return lax.reshape(
-            of_devices.transpose(1, 0, 2, 3), (x.shape[0], shape[0] * x.shape[1], x.shape[2])
+            of_devices.transpose(1, 0, 2, 3, 4), (x.shape[0], shape[0] * x.shape[1], *x.shape[2:])
         )
 
     def run(*heads: jax.Array) -> jax.Array:
         query, key, value = heads
-        scores = jnp.einsum("btd,bsd->bts", query, gathered(key))
+        scores = jnp.einsum("bthd,bshd->bhts", query, gathered(key))
         weights = jax.nn.softmax(of_positions(scores, query.shape[1]))
-        return jnp.einsum("bts,bsd->btd", weights, gathered(value))
+        return jnp.einsum("bhts,bshd->bthd", weights, gathered(value))
 
     operands = [Operand(relation, sizes) for relation in relations]
-    return _marked_case(operands, marked(ATTENTION, run), num_pieces)
+    function = marked(ATTENTION, run)
+    if by_vmap:
+        function = jax.vmap(function, in_axes=2, out_axes=int(rng.choice([0, 2])))
+    return _marked_case(operands, function, num_pieces)
 
 
 def numbers_of_positions(rng: np.random.Generator) -> RuleCase:
@@ -368,19 +375,29 @@ def collective(function: Function, rng: np.random.Generator) -> RuleCase:
     return RuleCase(operands, (function, function), num_pieces, settings, axis=True)
 
 
-def collective_over_other_axis(function: Function, rng: np.random.Generator) -> RuleCase:
-    """Return a case of a collective over an axis that has no pieces."""
+def collective_over_other_axis(
+    function: Function, rng: np.random.Generator, on_piece: Function | None = None
+) -> RuleCase:
+    """Return a case of a collective over an axis that has no pieces, at times of another one on a
+    piece.
+    """
     num_pieces = int(rng.choice([2, 3]))
     shapes = draw_shapes(rng, num_pieces, int(rng.integers(1, 3)), most_uneven=1)
     kinds = (Same, Split, Total, Extreme)
     operands = draw_operands(rng, shapes, np.float64, num_pieces, 1, kinds)
     settings = {"row_axes": (AXIS,), "other_axes": frozenset([OTHER_AXIS])}
-    return RuleCase(operands, (function, function), num_pieces, settings, other_axis=True)
+    other = on_piece if on_piece and rng.random() < 0.2 else function
+    return RuleCase(operands, (function, other), num_pieces, settings, other_axis=True)
 
 
 def exchanged(x: jax.Array) -> jax.Array:
     """Return the value of the other device."""
     return lax.ppermute(x, OTHER_AXIS, [(0, 1), (1, 0)])
+
+
+def kept(x: jax.Array) -> jax.Array:
+    """Return the value of this device."""
+    return lax.ppermute(x, OTHER_AXIS, [(0, 0), (1, 1)])
 
 
 def _collectives(names: dict[str, Function]) -> dict[str, list[Any]]:
@@ -406,7 +423,7 @@ CASES: dict[str, list[Callable[[np.random.Generator], RuleCase]]] = {
             "all_gather": lambda x: lax.all_gather(x, AXIS, tiled=True),
         }
     ),
-    "ppermute": [functools.partial(collective_over_other_axis, exchanged)],
+    "ppermute": [functools.partial(collective_over_other_axis, exchanged, on_piece=kept)],
 }
 CASES["psum"].append(
     functools.partial(collective_over_other_axis, lambda x: lax.psum(x, OTHER_AXIS))
