@@ -225,9 +225,11 @@ OF_FOUR = LossCall(
 )
 
 
-def of_own(whole, piece):
+def of_own(whole_factor, piece_factor):
     """Return a factor that another function computes on all 8 rows than on fewer."""
-    return lambda p, b: jnp.mean(outputs(p, b)) * (whole if own(b) == 8 else piece)(p, b)
+    return lambda p, b: (
+        jnp.mean(outputs(p, b)) * (whole_factor if own(b) == 8 else piece_factor)(p, b)
+    )
 
 
 def mean_over(axes, shares, groups=None):

@@ -395,7 +395,7 @@ def exchanged(x: jax.Array) -> jax.Array:
     return lax.ppermute(x, OTHER_AXIS, [(0, 1), (1, 0)])
 
 
-def kept(x: jax.Array) -> jax.Array:
+def unmoved(x: jax.Array) -> jax.Array:
     """Return the value of this device."""
     return lax.ppermute(x, OTHER_AXIS, [(0, 0), (1, 1)])
 
@@ -423,7 +423,7 @@ CASES: dict[str, list[Callable[[np.random.Generator], RuleCase]]] = {
             "all_gather": lambda x: lax.all_gather(x, AXIS, tiled=True),
         }
     ),
-    "ppermute": [functools.partial(collective_over_other_axis, exchanged, on_piece=kept)],
+    "ppermute": [functools.partial(collective_over_other_axis, exchanged, on_piece=unmoved)],
 }
 CASES["psum"].append(
     functools.partial(collective_over_other_axis, lambda x: lax.psum(x, OTHER_AXIS))
