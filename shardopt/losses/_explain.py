@@ -34,7 +34,8 @@ def explained(config: StrategyConfig, rows: int | None = None) -> Iterator[None]
         yield
     except NameError as error:
         axis = _UNBOUND.search(str(error))
-        if axis is None:
+        # an error of the optimizer has a note of its own
+        if axis is None or hasattr(error, "__notes__"):
             raise
         problem, fix = _no_such_axis(config, axis[1])
         raise ValueError(format_error(config.strategy, problem, fix=fix)) from error
