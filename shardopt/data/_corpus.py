@@ -273,6 +273,7 @@ def batches(windows: Windows, batch_size: int, *, seed: int = 0) -> "grain.IterD
     return dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
 
 
+@calling("data.spread_batches")
 def spread_batches(windows: Windows, batch_size: int, num_batches: int) -> list[Batch]:
     """Return validation batches: windows spread evenly over the whole range, the same in every
     call.
@@ -283,7 +284,12 @@ def spread_batches(windows: Windows, batch_size: int, num_batches: int) -> list[
       windows: from `split`.
       batch_size: the number of windows in a batch.
       num_batches: the number of batches.
+
+    Raises:
+      ValueError: if there is no batch, or no window in it.
     """
+    check_count("batch_size", batch_size)
+    check_count("num_batches", num_batches)
     count = batch_size * num_batches
     chosen = [windows[i * len(windows) // count]["tokens"] for i in range(count)]
     return [{"tokens": np.stack(chosen[i : i + batch_size])} for i in range(0, count, batch_size)]

@@ -24,6 +24,7 @@ from shardopt.core import (
     calling,
     check_count,
     check_floating,
+    check_is_number,
     check_number,
     value_error,
     wide_dtype,
@@ -197,7 +198,9 @@ def attention(
         _refuse_kernel(
             implementation, "splash", "cudnn", problem=problem, fix="give rows in natural order"
         )
-    scale = None if scale is None else float(scale)  # one of numpy would widen the queries
+    if scale is not None:
+        check_is_number("scale", scale)
+        scale = float(scale)  # one of numpy would widen the queries
     rule = MaskRule(causal, window, softcap, scale)
     rows = {"[B, T]": query.shape[:2]}
     marks = Marks(

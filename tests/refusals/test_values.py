@@ -339,6 +339,12 @@ def test_data_refuses_what_no_model_reads(call, message):
         call()
 
 
+def test_attention_refuses_a_factor_of_scores_that_is_no_number():
+    x = X.reshape(1, 6, 1, 8)
+    with pytest.raises(TypeError, match="attention: scale must be"):
+        so.nn.attention(x, x, x, scale="0.5")
+
+
 @pytest.mark.parametrize("name", ["positions", "segment_ids"])
 def test_attention_refuses_places_that_are_not_integers(name):
     x = X.reshape(1, 6, 1, 8)

@@ -144,6 +144,10 @@ def test_validation_batches_lie_evenly_over_the_range_and_stay_the_same(tmp_path
     few = data.spread_batches(dataclasses.replace(windows, end=49), 4, 2)
     repeated = [windows[i]["tokens"] for i in (0, 0, 0, 1, 1, 1, 2, 2)]
     np.testing.assert_array_equal(np.concatenate([batch["tokens"] for batch in few]), repeated)
+    with pytest.raises(ValueError, match="spread_batches: batch_size must be at least 1, got 0"):
+        data.spread_batches(windows, 0, 2)
+    with pytest.raises(ValueError, match="spread_batches: num_batches must be at least 1, got 0"):
+        data.spread_batches(windows, 4, 0)
 
 
 def test_bytes_and_text_go_to_and_fro():
