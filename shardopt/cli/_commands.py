@@ -34,7 +34,7 @@ from shardopt.runtime._hosts import ALONE, read_hosts
 from shardopt.runtime._launch import GRACE
 from shardopt.runtime._launch import launch as run_processes
 from shardopt.runtime._processes import end_at_once, initialize
-from shardopt.runtime._progress import LISTEN_ADDRESS
+from shardopt.runtime._progress import listen_address
 from shardopt.runtime._vault import TOKEN, keep_snapshots
 
 
@@ -240,7 +240,7 @@ def keep(options: VaultOptions) -> None:
         )
         fix = f"export {TOKEN}=$(openssl rand -hex 16), here and for the job."
         raise value_error(problem, fix=fix)
-    keep_snapshots(options.port, os.environ[TOKEN], os.environ.get(LISTEN_ADDRESS, "0.0.0.0"))
+    keep_snapshots(options.port, os.environ[TOKEN], listen_address())
 
 
 class Command(NamedTuple):

@@ -26,41 +26,54 @@ def explained(config: StrategyConfig, rows: int | None = None) -> Iterator[None]
       rows: the number of rows that the loss gets; None for all rows of the batch.
 
     Raises:
-      ValueError: if a collective of the loss names an axis that the view does not have. If, in the
-        per-device view, the loss constrains a sharding over an axis of the rows; in the global view,
-        over an axis that the user's mesh has as an Explicit one.
+      ValueError: if a collective of the loss names an axis that the view does not have; and as
+        `constraints_explained`.
     """
     try:
-        yield
+        with constraints_explained(config):
+            yield
     except NameError as error:
         axis = _UNBOUND.search(str(error))
-        # an error of the optimizer has a note of its own
-        if axis is None or hasattr(error, "__notes__"):
+        if axis is None:
             raise
         problem, fix = _no_such_axis(config, axis[1])
         raise ValueError(format_error(config.strategy, problem, fix=fix)) from error
-    except ValueError as error:
-        is_global = config.loss.view == "global"
-        kind = _EXPLICIT if is_global else _MANUAL
-        if "\nFix: " in str(error) or not kind.search(str(error)):
-            _add_note(config, rows, error)
-            raise
-        problem = (
-            "the loss constrains a sharding, but with view='per_device' every device runs it on its"
-            " own rows."
-        )
-        fix = (
-            "use view='global', in which with_sharding_constraint and flax's logical axes hold as"
-            " they are, or leave out all axes but tensor (in logical_axis_rules map them to None)."
-        )
-        if is_global:
-            problem = "the loss asks for Explicit axes of the mesh, and it runs with Auto ones."
-            fix = "call jax.lax.with_sharding_constraint(x, PartitionSpec(...)), without a mesh."
-        constraint = str(error).partition(" and mesh=")[0]
-        raise ValueError(format_error(config.strategy, problem, [constraint], fix)) from error
     except Exception as error:
         _add_note(config, rows, error)
         raise
+
+
+@contextlib.contextmanager
+def constraints_explained(config: StrategyConfig) -> Iterator[None]:
+    """Trace or lower inside this context, which explains errors about the shardings that a loss
+    constrains.
+
+    Raises:
+      ValueError: if a constraint is over an axis of the rows, in the per-device view. Or, in the
+        global view, over an axis that the user's mesh has as an Explicit one.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if config.loss.view == "global":
+            kind = _EXPLICIT
+            problem = "the loss asks for Explicit axes of the mesh, and it runs with Auto ones."
+            fix = "call jax.lax.with_sharding_constraint(x, PartitionSpec(...)), without a mesh."
+        else:
+            kind = _MANUAL
+            problem = (
+                "the loss constrains a sharding, but with view='per_device' every device runs it on"
+                " its own rows."
+            )
+            fix = (
+                "use view='global', in which with_sharding_constraint and flax's logical axes hold"
+                " as they are, or leave out all axes but tensor (in logical_axis_rules map them to"
+                " None)."
+            )
+        if "\nFix: " in str(error) or not kind.search(str(error)):
+            raise
+        constraint = str(error).partition(" and mesh=")[0]
+        raise ValueError(format_error(config.strategy, problem, [constraint], fix)) from error
 
 
 def _no_such_axis(config: StrategyConfig, axis: str) -> tuple[str, str]:

@@ -256,8 +256,7 @@ def find_mixing(
 
 
 def find_mean(loss_fn: LossFn, params: PyTree, batch: PyTree, loss_call: LossCall) -> Mixing | None:
-    """Return the first result of a loss that is a mean of what does not count as rows; None if all
-    say their parts.
+    """Return the first result of a loss that is a plain mean; None if every result says its parts.
 
     Args:
       loss_fn: the loss.

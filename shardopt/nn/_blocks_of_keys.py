@@ -26,7 +26,7 @@ class Blocks(Protocol):
     """How the keys of all devices come to the queries of this one. It is hashable."""
 
     def absorb(self, query: Array, keys: Keys) -> State:
-        """Return the state of these queries after all keys; `keys` are those of this device."""
+        """Return the state of these queries after all keys; this device holds `keys`."""
         ...
 
     def gradients(self, queries: Queries, keys: Keys) -> tuple[Array, Array, Array]:

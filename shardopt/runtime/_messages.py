@@ -74,8 +74,8 @@ class MessageServer:
         peer = None
         while not self._closed:
             try:
-                # a peer that was accepted waits for a free thread
-                peer = peer or self._listener.accept()[0]
+                if peer is None:  # one that was accepted waits for a free thread
+                    peer, _ = self._listener.accept()
                 threading.Thread(target=self._serve, args=(peer,), daemon=True).start()
                 peer = None
             except (OSError, RuntimeError):  # no free descriptor, or no free thread

@@ -50,6 +50,12 @@ HANG_TIMEOUT = "SHARDOPT_HANG_TIMEOUT"
 LISTEN_ADDRESS = "SHARDOPT_LISTEN_ADDRESS"
 """The environment variable with the only address at which a process listens."""
 
+
+def listen_address() -> str:
+    """Return the address at which a program next to a job listens; by default all addresses."""
+    return os.environ.get(LISTEN_ADDRESS, "0.0.0.0")
+
+
 HUNG = 124
 """Exit code of a process that was ended because the job hangs; timeout(1) uses it too."""
 

@@ -89,8 +89,7 @@ def _start(count: int, timeout: float, port: int) -> str:
 
     The program ends when this process does.
     """
-    address = os.environ.get(progress.LISTEN_ADDRESS, "0.0.0.0")
-    words = command("_watch", count, timeout, port, address)
+    words = command("_watch", count, timeout, port, progress.listen_address())
     program = subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
     )

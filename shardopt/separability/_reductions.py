@@ -110,7 +110,8 @@ def _along(
     """
     if not site.differing_operand_dims.isdisjoint(dims):
         totals = [relation for relation in relations if isinstance(relation, Total)]
-        return [not_linear(site, (*totals, *relations)[0])] * site.num_results
+        culprit = totals[0] if totals else relations[0]
+        return [not_linear(site, culprit)] * site.num_results
     return _row_by_row(site, relations, removed_dims)
 
 

@@ -298,9 +298,12 @@ def _attention(site: EquationPair, relations: Sequence[Relation]) -> Relation:
     """
     for i, relation in enumerate(relations):
         ndim = len(site.operand_shapes(i)[0])
-        if (i < 3 and ndim != 4) or (
-            relation != Split(min(1, ndim - 1)) and not (i > 2 and relation == Same())
-        ):
+        fits = relation == Split(min(1, ndim - 1))
+        if i < 3:  # query, key and value
+            fits &= ndim == 4
+        else:
+            fits |= relation == Same()
+        if not fits:
             return site.unknown("shape")
     if differing_dims(site.result_shapes()) != (1,):
         return site.unknown("shape")

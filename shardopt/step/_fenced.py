@@ -99,9 +99,9 @@ def fenced_on_each(
 
     Operands and results are whole, so that the partitioner divides no sum and no product.
     """
-    whole = shardings(config.mesh, PartitionSpec())
-    arrays = jax.lax.with_sharding_constraint(arrays, whole)
-    return jax.lax.with_sharding_constraint(fenced(f, *arrays), whole)
+    replicated = shardings(config.mesh, PartitionSpec())
+    arrays = jax.lax.with_sharding_constraint(arrays, replicated)
+    return jax.lax.with_sharding_constraint(fenced(f, *arrays), replicated)
 
 
 def _merged(program: ClosedJaxpr) -> ClosedJaxpr:
