@@ -39,6 +39,9 @@ def all_gather_buckets(
 
     A bucket has at most `bucket_bytes` unsharded bytes.
     """
+    # device 0: a0 b0      rows     a0 b0      a = a0 a1
+    # device 1: a1 b1  ->  [n, all] a1 b1  ->  b = b0 b1
+    # One gather of rows holds all leaves; their columns are cut apart again.
     num_shards = jax.lax.axis_size(axis)
 
     def gather_bucket(bucket: list[jax.Array], dims: list[int]) -> list[jax.Array]:
@@ -49,6 +52,7 @@ def all_gather_buckets(
             for part, x, dim in zip(parts, bucket, dims, strict=True)
         ]
 
+    # The limit counts gathered bytes, and xs are shards.
     return _move_in_buckets(
         xs, dims, bucket_bytes // num_shards, lambda x, dim: gather(x, axis, dim), gather_bucket
     )
@@ -76,10 +80,12 @@ def reduce_scatter_buckets(
             sums, split_points([shard_rows[0].size for shard_rows in all_shard_rows]), axis=1
         )
         return [
+            # [1, elements] -> the shape of this device's shard
             part.reshape(shard_rows.shape[1:])
             for part, shard_rows in zip(parts, all_shard_rows, strict=True)
         ]
 
+    # A complex leaf became two parts, which share its dim.
     parts, join = real_parts(xs)
     part_dims = [dim for x, dim in zip(xs, dims, strict=True) for _ in real_parts([x])[0]]
     return join(
@@ -146,6 +152,7 @@ def _move_in_buckets(
     Except on CPU, move each leaf separately.
     """
     # a leaf without elements is in no bucket, but its shape changes too
+    # `plan_buckets` gives every other leaf a bucket, so each result below is overwritten.
     results = [move_leaf(x, dim) if not x.size else x for x, dim in zip(xs, dims, strict=True)]
     nbytes = [x.size * x.dtype.itemsize for x in xs]
     dtypes = [x.dtype for x in xs]
@@ -194,6 +201,8 @@ def plan_buckets(sizes: Sequence[int], keys: Sequence[Hashable], limit: int) -> 
     for i, (size, key) in enumerate(zip(sizes, keys, strict=True)):
         if not size:
             continue
+        # Only the last bucket of a key is open, so the leaves of a bucket are neighbours in the
+        # tree.
         if key not in last_bucket or sum(sizes[j] for j in last_bucket[key]) + size > limit:
             buckets.append([])
             last_bucket[key] = buckets[-1]
@@ -217,6 +226,7 @@ def split_points(sizes: Sequence[int]) -> list[int]:
 def shards_of(x: jax.Array, dim: int, n: int) -> jax.Array:
     """Return the n shards of x along a dim as rows, [n, shape of a shard]."""
     split = x.reshape(*x.shape[:dim], n, x.shape[dim] // n, *x.shape[dim + 1 :])
+    # Shards of an inner dim are not contiguous in memory. As rows they are, as a collective needs.
     return jnp.moveaxis(split, dim, 0)
 
 

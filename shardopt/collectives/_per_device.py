@@ -50,6 +50,9 @@ def per_device(
             f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False
         )
 
+    # mesh axis   tensor > 1       tensor = 1
+    # tensor      partitioner      manual, unless f constrains over it
+    # others      manual           manual
     all_axes = frozenset(mesh.axis_names)
     if mesh.shape.get(TENSOR, 1) > 1:
         return in_manual_view(f, all_axes - {TENSOR})
@@ -57,6 +60,8 @@ def per_device(
     def run(*args: PyTree) -> PyTree:
         try:
             inlined = jax.jit(in_manual_view(f, all_axes), inline=True)  # a jaxpr is traced again
+            # Only a trace can tell whether f, with the user's loss in it, constrains an array over
+            # tensor.
             program = inlined.trace(*args).jaxpr
         except ValueError as error:
             error_text = f"{error} {error.__cause__}"

@@ -57,7 +57,10 @@ def all_gather(
       The gathered leaves; a leaf with a form as the form decodes it. The gradient of a sharded leaf
       is summed over its axes; the gradient of a replicated leaf stays local.
     """
+    # forward   shard -> gather_dtype -> encode -> all-gather -> decode -> leaf
+    # backward  local gradient -> stored dtype -> scatter_dtype -> reduce-scatter -> its shard
     stored = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    # Frozen and integer leaves: their zeros would be reduce-scattered like any other gradient.
     differentiable = [i for i, wire in enumerate(wires) if wire.trained and is_inexact(stored[i])]
 
     def forward(xs, probe):
@@ -74,6 +77,8 @@ def all_gather(
         ]
         gradient_wires = [wires[i].of_gradient for i in differentiable]
         sums = reduce_scatter(local_grads, gradient_wires, bucket_bytes=bucket_bytes)
+        # of the gradients before they are summed: afterwards all devices of the axis share one
+        # result
         limbs = None if probe is None else to_limbs(checksum_of(local_grads))
         # None is a zero cotangent
         return replaced([None] * len(stored), differentiable, sums), limbs
@@ -93,6 +98,8 @@ def _cast_to_send(x: jax.Array, wire: LeafWire, *, in_place: bool) -> jax.Array:
 
 def _gather(shards: Sequence[jax.Array], wires: Sequence[LeafWire], bucket_bytes: int) -> list[Any]:
     """Return the gathered leaves, decoded. The arrays of all leaves travel together."""
+    # A form may write one leaf as several arrays (codes and scales) or as none (a table that
+    # stays). They are flattened, gathered with all others, and given back to their leaves.
     encoded = [_encode(shard, wire) for shard, wire in zip(shards, wires, strict=True)]
     arrays, treedef = jax.tree.flatten([leaf.arrays for leaf in encoded])
     array_wires = [wire for wire, leaf in zip(wires, encoded, strict=True) for _ in leaf.arrays]
@@ -157,11 +164,14 @@ def _apply_where_sharded(
     """
     results = list(leaves)
     sharded = {i: wire.dim for i, wire in enumerate(wires) if wire.dim is not None}
+    # `dict.fromkeys` keeps the order of the leaves. Every device must start collectives in one
+    # order, and a set of strings has another order in each process.
     for axes in dict.fromkeys(wires[i].axes for i in sharded):
         dims = {i: dim for i, dim in sharded.items() if wires[i].axes == axes}
         if jax.lax.axis_size(axes) == 1:  # one device has the whole leaf
             continue
 
+        # The defaults bind this turn's values; a closure would read the loop's last ones.
         def run(
             xs: list[jax.Array], dims: dict[int, int] = dims, axes: MeshAxes = axes
         ) -> list[jax.Array]:
@@ -196,6 +206,8 @@ def _reduce_scatter_bits(x: jax.Array, axis: MeshAxes, dim: int) -> jax.Array:
 
 def _sum_by_exchange(x: jax.Array, axis: MeshAxes, dim: int, dtype: DTypeLike) -> jax.Array:
     """Send each device its shard from all devices, and sum the shards in `dtype`."""
+    # [n, shard] before: row i goes to device i. After: row i is device i's part of this shard. The
+    # sum has one fixed order and any dtype; XLA chooses both inside of a reduce-scatter.
     rows = all_to_all(shards_of(x, dim, jax.lax.axis_size(axis)), axis, 0, 0)
     return jnp.sum(rows, axis=0, dtype=dtype)
 
@@ -244,4 +256,5 @@ def _as_bits_on_cpu(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax
     bits = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize)
     if bits is None or not is_floating(x) or device_kind() != "cpu":
         return move(x)
+    # Only collectives that move numbers may see bits. A sum of bits would be no sum of floats.
     return jax.lax.bitcast_convert_type(move(jax.lax.bitcast_convert_type(x, bits)), x.dtype)

@@ -65,6 +65,7 @@ def accumulate(
         weights do not need.
       cut: cuts the rows.
     """
+    # Without a loop nothing is summed. The parts get the first dim that the scan below stacks.
     if count == 1:
         grads, parts = run_micro_batch(batch, jnp.int32(0))
         return grads, jax.tree.map(lambda x: jnp.asarray(x)[None], parts)
@@ -84,7 +85,10 @@ def accumulate(
         )
 
     micro_batches = leaves, numbers(count)
+    # The shapes of gradients: under ZeRO 2 they are shards, although the parameters are whole.
     grad_shapes, part_shapes = jax.eval_shape(run, *jax.tree.map(lambda x: x[0], micro_batches))
+    # `body` reads `weights` when the scan below traces it, so it may be set after `body`. The sums
+    # are the same for all micro-batches, so they are computed once outside of the loop.
     weights = [sum_weights()] if isinstance(part_shapes.loss.weight, tuple) else []
     # before the loop as well as in it: the carry of a scan keeps one sharding
     zeros = constrain_sums(wide_zeros(grad_shapes))
@@ -147,6 +151,7 @@ def all_reduce_grads(
     reduced = list(grads)
     for axes in dict.fromkeys(axes_of_grads):
         indices = [i for i, grad_axes in enumerate(axes_of_grads) if grad_axes == axes]
+        # One call for each set of axes. Leaves of one call may share a collective, see `_buckets`.
         sums = all_reduce([grads[i] for i in indices], axes, [plans[i].tensor for i in indices])
         reduced = replaced(reduced, indices, sums)
     return reduced
@@ -175,8 +180,11 @@ def sum_parts(parts: LossParts, axes: AxisTable) -> LossParts:
             summable = value.astype(jnp.int32) if value.dtype == bool else value
             (total,) = all_reduce([summable], axes.stages)
             value = total.astype(value.dtype)
+        # Counters and flags: all devices count the same steps, so the maximum is the count.
         if not is_inexact(value):
             return jax.lax.pmax(value.max(0), axes.summed)
+        # Running statistics: an unweighted mean of means, in fp32 so that bf16 does not round each
+        # share.
         wide = widened(value).mean(0)
         return (all_reduce([wide], axes.summed)[0] / jax.lax.axis_size(axes.summed)).astype(
             value.dtype

@@ -77,6 +77,7 @@ def limit_in_flight(config: StrategyConfig) -> Callable[[_Result], _Result]:
         metrics = result[1] if isinstance(result, tuple) else result
         loss = metrics["loss"]
         if not isinstance(loss, Tracer):
+            # Waits for the call before this one. So the host prepares one step while one runs.
             if previous[0] is not None:
                 previous[0].block_until_ready()
             previous[0] = loss

@@ -89,6 +89,8 @@ def compression_plan(
     """
     specs = [plan.spec(sharded=sharded) for plan in plans]
     sharded_over = [set(spec_axes(spec)) for spec in specs]
+    # Leaves with other keys share no buffer: a replicated leaf would be rounded by the scale of its
+    # sharded neighbours, and so differ between devices.
     keys = [
         frozenset(axis for axis in mesh.axis_names if axis in leaf_axes and mesh.shape[axis] > 1)
         for leaf_axes in sharded_over
@@ -228,6 +230,8 @@ def compress_mean(
         stacked_leaves, treedef = jax.tree.flatten(state)
         differing = _differs_by_device(state)
         leading_dims = [len(plan.others) + differs for differs in differing]
+        # Inside the view every leading dim has size 1: N and the sizes of the other axes are cut
+        # up.
         local_state = treedef.unflatten(
             [x.reshape(x.shape[n:]) for x, n in zip(stacked_leaves, leading_dims, strict=True)]
         )
@@ -256,6 +260,8 @@ def _if_finite_everywhere(
     if not jax.tree.leaves(new_state) or not means:
         return new_state
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(mean)) for mean in means])).astype(jnp.int32)
+    # Along the axes of the mean all devices have the same means. Along the axes of shards they have
+    # other coordinates, and must still decide alike.
     finite = (jax.lax.pmin(finite, plan.shards) if plan.shards else finite) > 0
     return jax.tree.map(
         lambda after, before: jnp.where(finite, after, before), new_state, old_state

@@ -113,6 +113,9 @@ class Totals:
     ) -> LossParts:
         """Return the parts of pieces, `slice(first row, end, rows of a piece)`."""
         starts = np.arange(pieces.start, pieces.stop, pieces.step)
+        # The last 3 of 7 rows on 4 devices, in pieces of 1 row and a group of 4 pieces:
+        # rows      4 5 6 6    the last row fills the group, so that every device has a piece
+        # counted   1 1 1 0    and does not count
         whole_groups = math.ceil(starts.size / self._group) * self._group
         counted = np.arange(whole_groups) < starts.size
         rows = pieces.start + np.arange(counted.size * pieces.step)

@@ -54,6 +54,8 @@ class FencedUpdate:
         inputs = trace.jaxpr.invars
         results = trace.jaxpr.outvars
         values = dict(zip(inputs, jax.tree.leaves(arguments), strict=True))
+        # Before each turn `values` has the arguments and all combined values so far. Each of these
+        # is computed once, on whole arrays, and the elementwise rest below reads it as a constant.
         for eqn in filter(_combines, trace.jaxpr.eqns):
             equations, sources = slice_of(trace, eqn.outvars, stop={*values})
             if sources:
@@ -82,6 +84,7 @@ def fenced(f: Callable[..., PyTree], *args: PyTree) -> PyTree:
     leaves = jax.tree.leaves(args)
     numbers = [x for x in leaves if not is_key(x) and x.size]
     number = jnp.real(min(numbers, key=jnp.size).reshape(-1)[0])
+    # True of every number; NaN makes the last part true.
     always = (number < 0) | (number >= 0) | (number != number)
     program, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
     run = jaxpr_as_fun(_merged(program))

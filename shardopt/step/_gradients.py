@@ -63,6 +63,8 @@ class PerDeviceView:
         """
         reduce = layout.reduce
         per_device_axes = [axis for axis in config.mesh.axis_names if axis != TENSOR]
+        # The order of the results of `local`: gradients, loss parts, state of the reducer, sums of
+        # bits.
         out_specs = (
             reduce.grad_specs(config, layout),
             config.axes.stack(),
@@ -70,6 +72,7 @@ class PerDeviceView:
             PartitionSpec(*per_device_axes),
         )
 
+        # One device, as in MPI code: its shards of the parameters, its rows, and its own gradient.
         def local(params, batch, step, rng, reducer_state):
             inputs = StepInputs([_unstack(config, x) for x in params], batch, step, rng)
             grads, parts = self.device_loss.gradients(config, layout, inputs)
@@ -84,6 +87,8 @@ class PerDeviceView:
             grads, reducer_state = reduce(
                 config, layout, grads, parts.loss, reducer_state, stored_order
             )
+            # A replica's results get a first dim of size 1. Its out_spec joins them to one entry a
+            # replica.
             return *jax.tree.map(lambda x: _stack(config, x), (grads, parts)), reducer_state, sums
 
         def gradients(params, batch, step, rng, reducer_state=None):
@@ -93,6 +98,8 @@ class PerDeviceView:
                 layout.treedef.flatten_up_to(params), batch, step, rng, reducer_state
             )
             loss, metrics = parts.divided()
+            # None stands in place of frozen leaves, as in the tree that the optimizer was
+            # initialised with.
             grads = layout.merge([None] * len(layout.plans), grads)
             return Gradients(grads, loss, metrics, parts.updates, state, sums)
 
@@ -103,6 +110,8 @@ class PerDeviceView:
 
         def local(params, batch, step, rng):
             inputs = StepInputs(params, batch, step, rng)
+            # The sums are equal on all devices, so the out_spec below may say replicated. Under
+            # `check_vma=False` jax does not check that.
             return self.sum_parts(self.device_loss.losses(config, layout, inputs), config.axes)
 
         def loss(params, batch, step=None, rng=None):
@@ -126,6 +135,8 @@ class PerDeviceView:
                 def mask(x):
                     return counted.reshape(counted.shape + (1,) * (x.ndim - 1))
 
+                # A choice and not a product: an uncounted row may hold NaN, and 0 * NaN is NaN. The
+                # neutral value is 0 for a sum, and an infinity for a maximum or minimum.
                 return jax.tree.map(
                     lambda x, default: jnp.where(mask(x), x, default), metric, neutral(metric)
                 )
@@ -163,6 +174,7 @@ class ExactSum:
         stored_order: Callable[[list[jax.Array]], list[jax.Array]],
     ) -> tuple[list[jax.Array], PyTree]:
         """Return the gradients of the union batch; there is no state."""
+        # Dividing comes last, because the weight is known only after it is summed over all devices.
         remaining_factor = factor(loss, config.num_pieces)
         sums = [scale(grad, remaining_factor) for grad in _sum_over_devices(config, layout, grads)]
         return stored_order(sums), state
@@ -199,9 +211,12 @@ def _sum_over_devices(
     if sharded.opt_state and not sharded.grads:
         grads = reduce_scatter_grads(config.wire, grads, layout.trained)
 
+    # A leaf without a dim stayed whole in the scatter, so none of its axes is done.
     def done(plan):
         return plan.shard_axes if sharded.opt_state and plan.dim is not None else ()
 
+    # HSDP follows: the shards of data are summed here over replica, which sends 1/N of the
+    # gradient.
     axes = [config.axes.gradient(plan, done=done(plan)) for plan in layout.trained]
     return all_reduce_grads(grads, layout.trained, axes)
 
@@ -273,11 +288,15 @@ class _MicroBatches:
         config = self.config
         sharded = self.config.placement
         trained = self.layout.trained_leaves(self.inputs.params)
+        # Where the backward pass of a gather sums gradients, nobody sees this device's own one. So
+        # it travels as the gradient of a probe.
         probe = jnp.zeros(LIMBS) if config.sums and config.gathers else None
         differentiate = jax.grad(self.objective, argnums=(0, 1), has_aux=True)
         (grads, limbs), parts = differentiate(trained, probe, micro_batch, self.key(index), weights)
         if config.sums and probe is None:
             limbs = to_limbs(checksum_of(jax.lax.optimization_barrier(grads)))
+        # ZeRO 2: the loop then adds up shards, of 1/N the memory. It scatters once a micro-batch,
+        # not once a step.
         if sharded.grads and not sharded.params:
             grads = reduce_scatter_grads(config.wire, grads, self.layout.trained)
         grads = _keep_in_loop(grads) if sharded.grads and config.loss.micro_batches > 1 else grads

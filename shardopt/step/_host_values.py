@@ -57,6 +57,8 @@ class States:
         """
         try:
             return run(state, batch)
+        # A call without such values pays nothing: values of the host are looked for only after a
+        # failure.
         except (AttributeError, TypeError, ValueError) as error:
             failure = error
         placed = self.ready(state)

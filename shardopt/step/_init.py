@@ -47,6 +47,7 @@ def first_state(
         calling(config.strategy),
         jax.transfer_guard("allow"),
     ):  # init must copy parameters to devices
+        # Everything below is checked on shapes, before any parameter is computed or copied.
         key = typed_key(rng)
         check_not_traced(params, key)
         init_key = key if rng is None else rng

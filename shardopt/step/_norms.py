@@ -126,11 +126,15 @@ def _squares(
     copied_over = [axis for axis in mesh_axes if axis not in spec_axes(spec)]
     if copied_over:
         is_first = jnp.stack([jax.lax.axis_index(axis) == 0 for axis in copied_over]).all()
+        # The caller sums over all axes. Copies must add nothing, or their leaf would count several
+        # times.
         total = jnp.where(is_first, total, jnp.zeros_like(total))
     if not plan.stacked or total.size == plan.shape[0]:
         return total
     layer_axes = tuple(spec_axes(spec[:1]))
     all_layers = jnp.zeros(plan.shape[0], total.dtype)
+    # This device has some layers. At their places among all layers, the one sum over devices also
+    # joins the layers.
     return jax.lax.dynamic_update_slice(
         all_layers, total, (jax.lax.axis_index(layer_axes) * total.size,)
     )

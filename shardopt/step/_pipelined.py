@@ -96,6 +96,8 @@ class Pipelined:
         block_plans = [plan for plan in layout.trained if plan.stacked]
         outer_plans = [plan for plan in layout.trained if not plan.stacked]
         model = self._model(config, layout, inputs)
+        # Stored order -> order of the schedule. With several chunks a stage runs blocks that other
+        # stages store; they move once, before the ticks. `stored_order` moves the gradients back.
         weights = self._stage_weights(config, layout, inputs.params)
         model = self._with_sum_weights(model, weights)
         sums = execute(
@@ -108,6 +110,8 @@ class Pipelined:
                 *([plan.tensor for plan in plans] for plans in (block_plans, outer_plans))
             ),
         )
+        # Sums leave the loop in fp32. They are cast before they are sent, so they cost as many
+        # bytes as the gradients of a step without a pipeline.
         block_grads = _as_stored(sums.blocks, block_plans)
         outer_grads = _as_stored(sums.outer, outer_plans)
         # Gradients of blocks that are sharded within the loop are reduced already: their sums say
@@ -259,6 +263,8 @@ class _PipelinedModel:
     def embed(self, m: Index) -> Arrays:
         return jax.tree.leaves(self._embed(self._trained_outer, m))
 
+    # Embedding and loss store no residuals: their forward pass runs where their gradient is
+    # computed. Otherwise each micro-batch in flight would keep its logits in a slot.
     def embed_grads(self, m: Index, dx: Arrays) -> Arrays:
         def inexact_leaves(outer):
             x = jax.tree.leaves(self._embed(outer, m))
@@ -270,6 +276,8 @@ class _PipelinedModel:
         return self._loss(self._trained_outer, m, x)
 
     def loss_grads(self, m: Index, x: Arrays) -> tuple[Arrays, Arrays, LossParts]:
+        # Only floating leaves of the activation have gradients. Ids and masks travel forwards
+        # alone.
         inexact = floating(self._x[0])
 
         def loss_total(outer, inexact_leaves):
@@ -281,6 +289,8 @@ class _PipelinedModel:
         return dx, grads, parts
 
     def block(self, block_args: Arrays, x: Arrays) -> Arrays:
+        # `number` is of the block in the model and `m` of the micro-batch. Random numbers follow
+        # from both, so they do not depend on the stage or the schedule.
         (*leaves, number, m), (shapes, treedef) = block_args, self._x
         if self.gathers_blocks:
             leaves = all_gather_leaves(self.config, leaves, self._block_plans, model=self.model)
@@ -297,6 +307,8 @@ class _PipelinedModel:
 
     def reduce(self, dw: Arrays) -> Arrays:
         placement = self.config.placement
+        # ZeRO 2 scatters here, after each backward pass. ZeRO 3 did so in the backward pass of its
+        # gathers.
         if not placement.grads or placement.params:
             return dw
         return reduce_scatter_grads(

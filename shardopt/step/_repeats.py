@@ -73,6 +73,7 @@ class Repeats:
         self._cache = cache
         self._counter = counter
         self._is_alone = isinstance(rows, RowsOfOne) and jax.process_count() == 1
+        # Batches may alternate between a few forms (lengths of buckets), so all forms are kept.
         self._forms: dict[Hashable, KnownForm] = {}
 
     def take(self, state: TrainState, batch: PyTree) -> PyTree | None:

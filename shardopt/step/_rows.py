@@ -178,6 +178,8 @@ class AgreedRows:
                 sample=batch.sample(self.config) if batch.claim == "global" else "",
                 digests=batch.digests(self.config) if is_due else None,
             )
+        # Errors are raised after the exchange. A process that raised before it would leave the
+        # others waiting for its message.
         messages = [Message(*values) for values in agree(self.caller, message, self.processes)]
         if error is not None:
             raise error
@@ -221,6 +223,8 @@ class AgreedRows:
             if claims != {"process"} or (whole and has_ended):
                 check_claims([message.claim for message in messages], self.processes)
             if len({message.form for message in present.values()}) > 1:
+                # All processes have the same messages, so all of them come here, and none waits
+                # alone.
                 forms = agree(
                     self.caller, None if batch is None else batch.form(self.config), self.processes
                 )
@@ -276,6 +280,7 @@ class AgreedRows:
     @functools.cached_property
     def leaders(self) -> list[int]:
         """One process for each part of the rows, in the order of the parts."""
+        # Reversed, so that the first process of each part is the one that stays in the dict.
         by_shares = {self.shares[process]: process for process in reversed(self.processes)}
         return [by_shares[shares] for shares in sorted(by_shares)]
 
@@ -304,6 +309,8 @@ class AgreedRows:
                 return leaf
             shape = (*leaf.shape[:dim], total, *leaf.shape[dim + 1 :])
 
+            # jax asks for rows by their numbers in the global array. The array of this process has
+            # only its own shares, one after another.
             def rows_of(index: Any) -> np.ndarray:
                 share = (index[dim].start or 0) // rows_per_share
                 first = own_shares.index(share) * rows_per_share
@@ -333,6 +340,7 @@ class AgreedRows:
             dim = row_dim(self.config, path_text(path), np.ndim(leaf)) if is_on_host(leaf) else None
             if dim is None:
                 return leaf
+            # An all-gather needs equal shapes, so shorter batches are padded and cut again.
             padding = [(0, 0)] * leaf.ndim
             padding[dim] = (0, longest - leaf.shape[dim])
             of_all = multihost_utils.process_allgather(np.pad(leaf, padding))

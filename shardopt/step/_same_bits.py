@@ -194,6 +194,14 @@ def _sum_tree(
     if count == 1:
         total, parts = run(first)
         return total, jax.tree.map(lambda x: x[None], parts)
+    # The tree of 8 tiles. Its shape depends on the number of tiles alone; devices only cut it:
+    #
+    #                 +                1 device adds all of it;
+    #            /         \           2 devices add below this line,
+    #          +             +         and `TreeSum` the top;
+    #        /   \         /   \       4 devices add below this line,
+    #       +     +       +     +      and `TreeSum` two levels.
+    #      0 1   2 3     4 5   6 7
     branches = 2 if count % 2 == 0 else count
     size = count // branches
 
@@ -202,6 +210,8 @@ def _sum_tree(
         # not 0 + part, which changes -0
         return jax.tree.map(lambda x, y: jnp.where(branch == 0, y, x + y), total, part), parts
 
+    # A scan in a scan, log2(count) deep: the program of a tile is compiled once, so all tiles have
+    # its bits. Unrolled copies could be fused with their neighbours.
     total, parts = jax.lax.scan(add, zeros, jnp.arange(branches, dtype=jnp.int32))
     return total, jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), parts)
 
@@ -269,6 +279,8 @@ class TreeSum(ExactSum):
         """Return the gradients of the union batch; there is no state."""
         remaining_factor = factor(loss, 1)
 
+        # Upper part of the tree. The axes of rows are (replica, data), so devices along data are
+        # neighbours in the tree, and are added first.
         def mean(grad, plan):
             axes = config.axes.rows
             if plan.dim is not None:
@@ -277,6 +289,7 @@ class TreeSum(ExactSum):
                 axes = tuple(axis for axis in axes if axis not in plan.shard_axes)
             if axes:
                 grad = _sum_pairs(jax.lax.all_gather(grad, axes))
+            # The dtype of the leaf comes last: all additions above it are in fp32 at least.
             return scale(grad, remaining_factor).astype(plan.dtype)
 
         return list(map(mean, grads, layout.trained)), state

@@ -85,6 +85,7 @@ def check_same(
     """
     digest = hashlib.sha256(json.dumps(start).encode()).hexdigest()
     place = f"{caller}, comparing the start"
+    # Two exchanges: a short digest every time, and all values only for an error message.
     if len(set(agree(place, digest, processes))) == 1:
         return
     starts = agree(place, start, processes)
@@ -104,6 +105,7 @@ def check_same_program(config: StrategyConfig, lowered: jax.stages.Lowered) -> N
     place = f"{config.strategy}, compiling"
     if len(set(agree(place, _digest(lines), processes))) == 1:
         return
+    # Programs have megabytes of text. Digests of chunks find the place, and one chunk is sent.
     chunks = [lines[first : first + _CHUNK] for first in range(0, len(lines), _CHUNK)]
     digests = agree(place, list(map(_digest, chunks)), processes)
     first = _first_difference(digests)

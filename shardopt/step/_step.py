@@ -31,6 +31,8 @@ def compile_step(
 ) -> CompiledStep:
     """Return the programs of a synchronous strategy, whose step returns a state and its `report`."""
     take_step = make_step(config, layout)
+    # A state comes in on the mesh with our axis names, and goes out on the mesh that the user made.
+    # The devices are the same, so nothing moves.
     out_shardings, in_shardings = (
         on_host(config.update.offload, layout.abstract, state_shardings)
         for state_shardings in (
@@ -50,6 +52,8 @@ def compile_step(
         return taken.state, taken.metrics, norms_of(config, layout, taken.update.change)
 
     def program(run: Callable[..., PyTree], *results: PyTree) -> Program:
+        # None: the batch lies where `place_batch` put it, so its placement is no part of the
+        # program.
         return make_program(
             config, run, (in_shardings, None), (out_shardings, *results), donated=donated
         )
@@ -63,6 +67,8 @@ def compile_step(
             config, layout, out_shardings, functools.partial(init_opt_state, config, layout)
         ),
         step=program(step, replicated),
+        # A program compiles before its first call, so it costs nothing until somebody asks for
+        # norms.
         step_with_norms=program(step_with_norms, replicated, replicated),
         evaluate=compile_evaluate(config, layout),
         synchronize=jax.block_until_ready,
@@ -74,6 +80,7 @@ def make_step(config: StrategyConfig, layout: Layout) -> Callable[[TrainState, P
     differentiate = config.differentiate.gradients(config, layout)
     loss = config.differentiate.loss(config, layout)
 
+    # A function and not a value: the loss is traced once more only if the optimizer calls it.
     def value_fn(state: TrainState, batch: PyTree) -> Callable[[PyTree], jax.Array]:
         return lambda params: loss(params, batch, state.step, state.rng)[0]
 
@@ -86,6 +93,7 @@ def make_step(config: StrategyConfig, layout: Layout) -> Callable[[TrainState, P
         update = apply_update(config, layout, state.params, opt_state, gradients, value)
         params = all_gather_params(config, layout, update.params)
         opt_state = join_opt_state(config, layout, update, gradients)
+        # The key stays. A step folds its number into it, so a restored run draws the same numbers.
         new_state = TrainState(state.step + 1, params, opt_state, state.rng)
         return TakenStep(new_state, metrics_of(config, layout, gradients), gradients, update)
 
@@ -100,6 +108,7 @@ def metrics_of(config: StrategyConfig, layout: Layout, gradients: Gradients) -> 
     specs = reduce.grad_specs(config, layout)
     return {
         "loss": gradients.loss,
+        # The norm of the reduced gradient, before the optimizer clips it.
         "grad_norm": reduce.norm(config, jax.tree.leaves(gradients.grads), specs),
         **gradients.metrics,
     }

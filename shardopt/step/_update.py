@@ -47,7 +47,9 @@ def apply_update(
         return jax.lax.with_sharding_constraint(tree, shardings(config.mesh, specs))
 
     grads = place(gradients.grads, shard_specs)
+    # ZeRO 1 and 2 hold whole parameters: this cuts out the part of this device, and sends nothing.
     shards = place(layout.trainable(params), shard_specs)
+    # All leaves, of which `merge` replaces the trained ones and keeps the frozen ones.
     frozen = layout.treedef.flatten_up_to(params)
 
     def loss_at(trained: PyTree) -> jax.Array:
@@ -62,11 +64,13 @@ def apply_update(
     )
     check_same_form(config.strategy, opt_state, new_opt_state)
     check_updates(config.strategy, shards, updates)
+    # Kept for `unless_skipped`, which compares the counts of skipped steps before and after.
     old_opt_state = opt_state
     opt_state = new_opt_state
     change = Change(grads, updates, shards)
     shards = place(optax.apply_updates(shards, updates), shard_specs)
     new_params = layout.merge(frozen, jax.tree.leaves(shards))
+    # Batch statistics do not pass through optax, which skips its own update. So their skip is here.
     with_updated = _replace_updated(config, layout, new_params, gradients.updates)
     new_params = unless_skipped(old_opt_state, opt_state, new_params, with_updated)
     opt_specs, _ = layout.reduce.split(layout.specs.opt_state)
@@ -90,6 +94,8 @@ def all_gather_params(config: StrategyConfig, layout: Layout, params: PyTree) ->
     sharded = config.placement
     if sharded.opt_state and not sharded.params:
         wires = [
+            # Replicas that train apart have a first dim, of size 1 on each device, so the sharded
+            # dim shifts.
             LeafWire(plan.dim, plan.tensor, plan.axes).stacked(len(axes.stacked))
             for plan in layout.trained
         ]
@@ -153,6 +159,8 @@ def norm_of_shards(
     stacked = config.axes.stacked
 
     def local_norm(leaves):
+        # A sum over an axis that only copies a leaf would count the leaf once a copy. So each leaf
+        # is summed over exactly the axes that shard it.
         totals: dict[tuple[str, ...], jax.Array] = {}
         for leaf, spec in zip(leaves, specs, strict=True):
             axes = tuple(axis for axis in spec_axes(spec) if axis not in stacked)

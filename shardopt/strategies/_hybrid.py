@@ -146,6 +146,8 @@ def hybrid(
       on GPU Clusters Using Megatron-LM", 2021; Qi et al., "Zero Bubble Pipeline Parallelism", 2023;
       Rajbhandari et al., "ZeRO", 2020.
     """
+    # From here on: check the arguments, make the schedule, hand both to `build`. A mesh with one
+    # stage gets the slots of `ddp`, `zero` or `fsdp`, so it pays nothing for the pipeline.
     blocks = as_block_model(model)
     if blocks is None:
         problem = (
@@ -178,10 +180,13 @@ def hybrid(
         blocks = blocks._replace(remat="full")
     check = config.check
     on_cpu = config.mesh.devices.flat[0].platform == "cpu"
+    # Stages take different branches of a `cond`, and XLA:CPU lets a permute wait for all devices,
+    # also for those in other branches: a deadlock. See `check_permutes`.
     if on_cpu and num_stages > 1 and sizes["tensor"] > 1:
         check = _with_permutes_checked(check, sizes)
     config = config.replace(
         loss_fn=blocks,
+        # Under ddp no leaf is sharded over data, so the limit would only keep uneven stacks whole.
         min_shard_elements=config.layout.min_shard_elements if config.placement.opt_state else 1,
         check=check,
     )

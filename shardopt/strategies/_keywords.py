@@ -43,6 +43,7 @@ def with_options(strategy: Strategy) -> Strategy:
     """
     name = strategy.__name__
     *named, variable = inspect.signature(strategy).parameters.values()
+    # `Unpack[Group]` -> Group, the TypedDict whose records describe the options.
     (group,) = get_args(get_type_hints(strategy)[variable.name])
     types = get_type_hints(group)
     options = records(group)
@@ -59,6 +60,7 @@ def with_options(strategy: Strategy) -> Strategy:
         with calling(name):
             return strategy(*args, **(defaults | arguments))
 
+    # So `help`, editors and the reference show each option, although the code takes `**options`.
     cast(Any, with_defaults).__signature__ = signature
     with_defaults.__doc__ = _docstring(strategy.__doc__ or "", list(signature.parameters))
     return cast(Strategy, with_defaults)

@@ -19,6 +19,7 @@ from shardopt.step._update import PlainUpdate
 
 def own_slots(config: StrategyConfig) -> StepSlots:
     """Return the slots of a strategy without a pipeline."""
+    # The core's own filling of each slot; each helper looks at one option and may replace it.
     slots = StepSlots(
         differentiate={
             "per_device": PerDeviceView(MicroBatches(), sum_parts),
@@ -54,6 +55,7 @@ def _wire(config: StrategyConfig) -> Wire:
     def rounded_wire(
         wire: WireOptions, plan: LeafPlan, rounding: Rounding | None = None
     ) -> LeafWire:
+        # None for a weight that the model does not name, or that stays whole: it travels as it is.
         form = wire_form(plan.dim, plan.tensor, rounding)
         return leaf_wire(wire, plan)._replace(form=form)
 
@@ -70,6 +72,8 @@ def _remat(config: StrategyConfig) -> BlockRemat:
 
 
 def _update(config: StrategyConfig) -> OptimizerUpdate:
+    # With both options the whole state comes from the host first: `plan_stream` refuses owned
+    # state.
     update: OptimizerUpdate = PlainUpdate()
     if config.placement.opt_state and config.layout.opt_state_layout == "matrices":
         from shardopt.matrices._owned_update import OwnedUpdate

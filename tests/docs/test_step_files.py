@@ -92,7 +92,11 @@ def test_the_list_names_the_files_from_fsdp_to_its_collectives(monkeypatch):
 
 
 def test_the_list_is_short():
-    lines = sum(len((PACKAGE / name).read_text().splitlines()) for name in FILES)
+    lines = sum(
+        not line.lstrip().startswith("#")
+        for name in FILES
+        for line in (PACKAGE / name).read_text().splitlines()
+    )
     assert len(FILES) == len(set(FILES)) <= 12
     assert lines <= 2650
 
