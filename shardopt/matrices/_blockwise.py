@@ -108,6 +108,7 @@ def block_dim(var: jex.Var, matches: Mapping[jex.Var, jex.Var], blocks: int) -> 
     different_dims = [
         dim for dim, (a, b) in enumerate(zip(full_shape, single_shape, strict=True)) if a != b
     ]
+    # Blocks are found by comparing shapes: a dim that is as long in both traces counts no blocks.
     if not different_dims:
         return None
     dim, *more_dims = different_dims
@@ -135,6 +136,7 @@ def _keeps_blocks_apart(
             _is_blockwise_inside(a, b, blocks)
             for a, b in zip(inner_jaxprs, called_jaxprs(single), strict=True)
         )
+    # Inputs have a dim of blocks here, and a result has none.
     if None in output_dims:
         return False  # blocks were added up, or one block was selected
     return _primitive_keeps_blocks_apart(eqn, input_dims, output_dims)

@@ -105,6 +105,8 @@ def _task(
     results = [var for eqn in eqns for var in eqn.outvars]
     reads = dict.fromkeys(var for eqn in eqns for var in inputs_of(eqn))
     reads = [var for var in reads if var not in results]
+    # Light equations before the core join the task if what they read is smaller than what they
+    # make: the momentum in bf16 is sent, not its fp32 copy.
     inputs = _smallest_inputs(trace, reads, groups.min_elements)
     preparation, _ = slice_of(trace, reads, stop=set(inputs))
     large_inputs = groups.select_large(inputs)
@@ -140,6 +142,7 @@ def _equations_between(trace: Trace, heavy: Sequence[int], allowed: Sequence[int
         if set(eqns[i].outvars) & inputs:
             before_heavy.add(i)
             inputs |= inputs_of(eqns[i])
+    # A walk forwards and a walk backwards: an equation of both is on a path between heavy ones.
     return after_heavy & before_heavy
 
 

@@ -170,10 +170,16 @@ class _CrossingVariables:
         """
         # a variable without the shape of a parameter is left to the partitioner, which gathers it
         costs = {var: bytes_of(var) * (1 if self.plan(var) else devices) for var in readers}
+        # Capacities are integers. In this unit all costs together stay below an edge that is never
+        # cut.
         unit = max(sum(costs.values()) / (MOST // 4), 1.0)
         edges: dict[tuple[int, int], int] = {}
         size = 2 + len(self.eqns)
         for var, nodes in readers.items():
+            # A variable, with its copies on either side. Cut edges go from parameters to owners:
+            #
+            # maker -cost-> sent -inf-> readers       maker at parameters, a reader at owners
+            # readers -inf-> returned -cost-> maker   maker at owners, a reader at parameters
             sent_node = size
             returned_node = size + 1
             size += 2

@@ -190,6 +190,7 @@ class _Exchange:
                 for units in self.units_of_owners
             ]
             units = [unit for units in self.units_of_owners for unit in units if unit.program == i]
+            # `len(units)` is out of range: `_combine_owners` drops it, `_select_unsent` clips it.
             table = np.full((self.count, max(map(len, numbers))), len(units))
             for owner, unit_numbers in enumerate(numbers):
                 table[owner, : len(unit_numbers)] = unit_numbers
@@ -200,7 +201,15 @@ class _Exchange:
         """Return the outputs of every task from its inputs, on a device."""
         axes = tuple(self.sizes)
         tasks = self.stage.tasks
+        # Three devices, units A, B, C; a device holds a third of each matrix:
+        #
+        #           device 0    device 1    device 2
+        # before    A0 B0 C0    A1 B1 C1    A2 B2 C2
+        # received  A           B           C          all_to_all: row i of a device goes to owner i
+        # run       f(A)        f(B)        f(C)       alone: its bits do not depend on N
+        # returned  A0 B0 C0    A1 B1 C1    A2 B2 C2   all_to_all of the results
         device = jax.lax.axis_index(axes)
+        # For each program the numbers of this device's units, filled up with a number out of range.
         device_numbers = [jnp.asarray(program.numbers)[device] for program in self.programs]
         sent = _pack_buffers(
             [self.pieces_for(units, args) for units in self.units_of_owners], self.totals[0]
@@ -211,6 +220,9 @@ class _Exchange:
             for program, unit_numbers in zip(self.programs, device_numbers, strict=True)
         ]
         functions = _unit_functions(self.stage, tasks, retrace)
+        # Owners with the same mixture of programs also have the same slots: these are handed out in
+        # the order of programs. So one owner's units stand for all of them, and XLA compiles a
+        # branch for each mixture, not for each device.
         examples: dict[tuple[int, ...], list[_Unit]] = {}
         for units in self.units_of_owners:
             examples.setdefault(_mixture(units), units)
@@ -220,6 +232,8 @@ class _Exchange:
         branch_of_owner = np.array(
             [list(examples).index(_mixture(units)) for units in self.units_of_owners]
         )
+        # No collective is inside of a branch: devices are in different branches, and would wait for
+        # ever.
         outputs, unsent_outputs = jax.lax.switch(
             jnp.asarray(branch_of_owner)[device], branches, received, unsent_args
         )
@@ -299,11 +313,14 @@ class _Exchange:
         results: list[list[Arrays]] = [[[] for _ in owned_task.outputs] for owned_task in tasks]
         for owner, unit in sorted(
             ((owner, unit) for owner, units in enumerate(self.units_of_owners) for unit in units),
+            # Blocks of a task are joined below in the order of the model, whoever owns them.
             key=lambda pair: pair[1].block,
         ):
             shared_values = iter(shared[unit.program])
             for j, slot in enumerate(unit.outputs):
                 if slot is None:
+                    # By the unit's number among all units of its program, as `_combine_owners`
+                    # stacks them.
                     piece = next(shared_values)[unit.number]
                 else:
                     piece = returned[slot.dtype][owner, slot.start : slot.stop].reshape(
@@ -324,6 +341,7 @@ def _padded(outputs: list[Arrays], program: _Program) -> Arrays:
     ...].
     """
     transfers = [transfer for transfer in program.task.outputs if not transfer.is_sent]
+    # All branches of a switch return the same shapes, so every owner returns as many results.
     width = program.numbers.shape[1]
     return [
         jnp.stack([*values, *[jnp.zeros(transfer.shape, transfer.dtype)] * (width - len(values))])
@@ -370,6 +388,8 @@ def _plan_exchange(config: StrategyConfig, stage: OwnedStage) -> _Exchange:
     owners: list[list[_Unit]] = [[] for _ in range(math.prod(sizes.values()))]
     totals: tuple[dict[np.dtype, int], dict[np.dtype, int]] = ({}, {})
     counts = [0] * len(programs)
+    # By program first: then each owner's units have the order of programs, and slots follow from
+    # it.
     placed = sorted(
         (programs[stage.tasks[task].key], owner, task, block)
         for (task, block), owner in zip(stage.units, stage.owners, strict=True)
@@ -388,6 +408,8 @@ def _plan_exchange(config: StrategyConfig, stage: OwnedStage) -> _Exchange:
     for owner_ends in ends:
         for total, end in zip(totals, owner_ends, strict=True):
             for dtype, size in end.items():
+                # An all-to-all sends rows of one length. The longest decides; `stage_bytes` reports
+                # the padding.
                 total[dtype] = max(total.get(dtype, 0), size)
     return _Exchange(stage, sizes, owners, totals)
 
@@ -399,6 +421,7 @@ def _mixture(units: Sequence[_Unit]) -> tuple[int, ...]:
 def _slot(transfer: Transfer, sizes: Mapping[str, int], ends: dict[np.dtype, int]) -> _Slot | None:
     if not transfer.is_sent:
         return None
+    # Each device sends the piece that it has, so a slot is a value cut over the axes of owners.
     piece_shape = [
         length // size_along(sizes, axes)
         for length, axes in zip(transfer.shape, _owner_axes_of_dims(transfer, sizes), strict=True)
@@ -498,6 +521,8 @@ def _combine_owners(
     """Return on every device the results of all units, [count, ...], from this device's results
     [own units, ...].
     """
+    # A sum over devices is a copy to all: each unit's row is zero everywhere but on its owner.
+    # Values that are not cut into pieces take this way.
     wide = x.astype(jnp.int32) if x.dtype == bool else x
     scattered = jnp.zeros((count, *x.shape[1:]), wide.dtype).at[unit_numbers].set(wide, mode="drop")
     return jax.lax.psum(scattered, axes).astype(x.dtype)

@@ -151,6 +151,7 @@ def plan_stages(
         task_leaves = leaves.get(task.group, [])
         task_plans = [layout.trained[i] for i in task_leaves]
         at_owners = {is_at_owners(plan) for plan in task_plans}
+        # A task over leaves here and leaves at owners is left to the partitioner, as on one device.
         if len(at_owners) == 2 or (True not in at_owners and _size(config, all_axes) == 1):
             continue
         cut = cuts.cut(task, task_leaves)
@@ -194,6 +195,7 @@ def _axes_between(
 ) -> tuple[str, ...]:
     """Return the axes that share out blocks; none if each device holds whole blocks already."""
     axes = tuple(axis for axis in owner_axes(config) if axis not in block_axes)
+    # No axes: nothing is sent, and each device runs the blocks that it holds.
     is_local = is_at_owners(plans[0]) or _size(config, axes) == 1 or _are_whole(plans)
     return () if is_local else axes
 
@@ -345,6 +347,7 @@ class _Cuts:
     ) -> bool:
         """Return whether a task does the same to each block, and never mixes blocks."""
         indices = sorted(task.equations)
+        # The two traces have the same equations in the same places, as `match` has shown.
         pairs = (
             [self.full_trace.jaxpr.eqns[i] for i in indices],
             [trace.jaxpr.eqns[i] for i in indices],
@@ -427,6 +430,8 @@ def _make_owned_task(
         outputs=outputs,
         input_vars=tuple(input_vars),
         output_vars=tuple(output_vars),
+        # The text of the program and of its transfers: units with one key share a branch and its
+        # slots.
         key=f"{part} {inputs} {outputs}",
         cut=WHOLE if cut is None else cut.leaves,
         blocks=blocks // num_parts,
@@ -474,6 +479,7 @@ def _sent_spec(
             return None
         # prefer a dim that is sharded already, then the longest dim
         best_dim = max(candidates, key=lambda i: (bool(set(entries[i]) - {"pipeline"}), shape[i]))
+        # The new axis is the minor one: devices along it cut the shard that they hold already.
         entries[best_dim] = (*entries[best_dim], axis)
     return PartitionSpec(*entries)
 

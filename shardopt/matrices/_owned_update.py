@@ -76,6 +76,7 @@ class OwnedUpdate:
             return call_update(config.update.tx, grads, opt_state, params, extra_args)
         variables = [*trace.jaxpr.constvars, *trace.jaxpr.invars]
         values = dict(zip(variables, [*trace.consts, *jax.tree.leaves(args)], strict=True))
+        # A variable moves once, however many equations read it on the other side.
         moved_values: dict[jex.Var, jax.Array] = {}
 
         def read(var: jex.Var, *, at_owners: bool) -> jax.Array:
@@ -93,6 +94,8 @@ class OwnedUpdate:
                 trace, values, targets, lambda var, i: read(var, at_owners=i in sides.at_owners)
             )
 
+        # Before each stage `values` has all that the inputs of its tasks are computed from. The
+        # update runs equation by equation, and the partitioner places those between the stages.
         for stage in stages:
             inputs = [
                 [*owned_task.task.inputs, *owned_task.task.small_inputs]

@@ -98,6 +98,10 @@ def _streamed(
     extra_args: ExtraArgs,
 ) -> tuple[PyTree, PyTree]:
     """Return the updates and the new optimizer state, computed block by block."""
+    # host     m0  m1  m2 ... m_L      the state, stacked by blocks
+    #           |   ^
+    #           v   |                  one block at a time
+    # device   update of a block       and all values that every block reads: count, norm, rate
     grads, opt_state, params = args
     leaves, treedef = jax.tree.flatten(opt_state)
     on_device = [NamedSharding(config.mesh, spec) for spec in jax.tree.leaves(specs)]
@@ -116,6 +120,7 @@ def _streamed(
     values = dict(zip(variables, [*stream.full_trace.consts, *inputs], strict=True))
     loop_results = [*stream.updates, *(len(grad_leaves) + i for i in stream.state)]
     other_results = {i: x for i, x in enumerate(jaxpr.outvars) if i not in loop_results}
+    # Before the loop: what mixes blocks (a global norm), and results without blocks (a count).
     evaluate(stream.full_trace, values, [*stream.shared_inputs, *other_results.values()])
 
     shardings_on_device = {jaxpr.invars[len(grad_leaves) + i]: on_device[i] for i in stream.state}
@@ -215,6 +220,7 @@ class _BlockTraces(NamedTuple):
         _, read_before_loop = slice_of(
             self.full, [*shared_inputs, *other_results], stop=set(invars)
         )
+        # A norm over the state itself would need all of it on the device before the loop begins.
         state_is_read = {invars[count + i] for i in state} & set(read_before_loop)
         if state_is_read or not self.is_blockwise(equations):
             return None
@@ -249,9 +255,11 @@ def _loop(
     """Return the updates, in the memory of `starts`, and the new state in host memory, after a loop
     over the blocks.
     """
+    # The carry is the updates, then the streamed state.
     state_index = dict(
         zip(shardings_on_device, range(len(starts), len(starts) + len(host_state)), strict=True)
     )
+    # The program of a model with one block. Its blocks are stacks [1, ...], as `take` cuts them.
     part = part_of(
         stream.block_trace,
         stream.equations,

@@ -44,6 +44,7 @@ def share_out(
     for _ in range(_BISECTION_STEPS):
         if best_load <= 1.001 * lower_bound:
             break
+        # Bisection: `best_load` is reached, and below `lower_bound` nothing is possible or found.
         limit = (lower_bound + best_load) / 2
         candidate = _assign_to_first_with_room(costs, order, loads, limit * (1 + 1e-9))
         if candidate is None:

@@ -43,6 +43,7 @@ def owned_by_blocks(plan: LeafPlan, sizes: Mapping[str, int], *, scattered: bool
         return plan if spec[0] is None else dataclasses.replace(plan, owned=spec)
     if plan.pipelined:
         axes = ("pipeline", *axes)
+    # Tensor and expert cut inside of a matrix. As owners they take whole matrices like the others.
     axes = (*axes, *dims_of_matrix_axes(plan))
     if plan.shape[0] % size_along(sizes, axes):
         return plan

@@ -144,6 +144,8 @@ class LeafPlan:
             self.axes if sharded and dim == self.dim else None for dim in range(len(self.shape))
         ]
         if self.pipelined:
+            # Dim 0 counts blocks: a stage holds the blocks that it stores, and no block is gathered
+            # over pipeline.
             entries[0] = "pipeline"
         if self.spread is not None:
             entries[self.spread] = "pipeline"
@@ -272,6 +274,7 @@ def _plan_leaf(leaf: _Leaf, mesh: Mesh, options: LeafPlanOptions) -> LeafPlan:
     experts = leaf.counts_experts and EXPERT in mesh.shape
     if experts:
         spec_with_expert = PartitionSpec(EXPERT, *spec[1:])
+        # Devices along expert hold different experts already, so there is no copy left to shard.
         axes = axes.without(EXPERT, mesh.shape)
     dim, reason = data_dim(leaf.shape, spec_with_expert, axes, options.min_shard_elements)
     if dim is not None:
@@ -280,6 +283,7 @@ def _plan_leaf(leaf: _Leaf, mesh: Mesh, options: LeafPlanOptions) -> LeafPlan:
     is_staged = leaf.is_block and options.pipelined
     spread = None
     if is_staged and not options.even and math.prod(leaf.shape) >= options.min_shard_elements:
+        # Pipeline gets a dim that neither tensor, expert nor data takes.
         taken = _with_entry(spec_with_expert, dim, axes)
         spread = largest_divisible_dim(leaf.shape, mesh.shape["pipeline"], taken)
     return LeafPlan(
@@ -327,6 +331,7 @@ def largest_divisible_dim(shape: Shape, size: int, taken: Iterable[object]) -> i
 
     def preference(dim: int) -> tuple[int, int]:
         rows = shape[dim] // size
+        # -rows % 16: the rows of padding in the last tile.
         fills_tiles = -rows % _TILE_ROWS <= rows * _MOST_PADDING
         return _TILE_ROWS if fills_tiles or not is_large else math.gcd(rows, _TILE_ROWS), shape[dim]
 
@@ -363,6 +368,7 @@ def data_dim(
     dim = largest_divisible_dim(shape, axes.size, spec)
     if dim is not None:
         return dim, ""
+    # Asked again as if tensor took no dim: only the message needs to know.
     if divisible_dims(shape, axes.size, [None] * len(shape)):
         names = " and ".join(dict.fromkeys(spec_axes(spec)))
         return None, f"shape {shape}: the only dim divisible by {axes} is split over {names}"
@@ -525,6 +531,7 @@ def _plan_of_stack(
     path: KeyPath, shape: Shape, plans: Mapping[KeyPath, LeafPlan]
 ) -> LeafPlan | None:
     """Return the plan of the parameter on owners whose blocks a leaf of the state has."""
+    # Any part of the path: a preconditioner may be below the path of its leaf, at .../kernel/0.
     ends = range(len(path), 0, -1)
     for plan in (plans.get(path[start:end]) for end in ends for start in range(end)):
         if plan is not None and plan.owned is not None and shape[0] % plan.shape[0] == 0:

@@ -130,6 +130,9 @@ def _from_programs(
     1 that has not run yet, and `W` the oldest one of any chunk. Micro-batches from
     `num_micro_batches` on are left out.
     """
+    # stage      0     1     2
+    # chunk 0    v0 -> v1 -> v2      the last stage passes v2 on to v3 without a message
+    # chunk 1    v5 <- v4 <- v3      the first stage has both ends of the model
     stages = range(len(stage_programs))
     orders = [" ".join(_number_passes(num_micro_batches, program)) for program in stage_programs]
     return from_order(orders, stage_of=[*stages, *reversed(stages)], name=name)
@@ -153,6 +156,7 @@ def _number_passes(num_micro_batches: int, program: list[tuple[int, str]]) -> It
                 )
             )
         else:
+            # Words name no micro-batch: F and B of a chunk take them in order.
             m = passes_so_far[word]
             passes_so_far[word] += 1
             pending_weights += [(m, chunk)] if kind == "B" else []

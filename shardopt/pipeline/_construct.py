@@ -228,6 +228,7 @@ def _run_as_early_as_possible(
     actions_by_stage: list[list[_Action]], stage_of_virtual: list[int], message_ticks: int
 ) -> dict[str, list[list[int]]]:
     """Return tables [V, M] of the tick of each action; a stage runs at most one action per tick."""
+    # In reverse, so that `pop` takes the next pass.
     remaining = _passes_in_reverse(actions_by_stage, stage_of_virtual)
     ran_at: dict[_Pass, int] = {}
     tick = 0
@@ -257,6 +258,7 @@ def _run_as_early_as_possible(
             raise value_error(
                 f"the stages wait for one another from tick {last_busy_tick + 1} on.", stuck
             )
+        # `ready` was found before any of these ran: all passes of a tick begin at once.
         for stage in ready:
             ran_at[remaining[stage].pop()] = last_busy_tick = tick
         tick += 1

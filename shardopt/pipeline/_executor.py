@@ -94,6 +94,16 @@ def execute(
     setup = make_setup(schedule, fns, weights, counts, remat=remat, idle=idle)
     sends_ahead = schedule.ticks.message_ticks > 1
 
+    # One tick of one stage. Arrivals, forward, backward and weight have this order in
+    # `_ticks.lifetimes` too, which hands out the slots:
+    #
+    #   arrived x  -> inputs ------> forward --------------------------> y  -> next stage
+    #                                   | activations
+    #                                   v
+    #   arrived dy -> cotangents -> backward --------------------------> dx -> previous stage
+    #                                   | deferred (only if W is a pass of its own)
+    #                                   v
+    #                                weight -> sums
     def tick(carry: Carry, row: Row) -> tuple[Carry, None]:
         carry = carry._replace(
             inputs=messages.store_message(
@@ -104,6 +114,7 @@ def execute(
             ),
         )
         y, carry = tick_forward(setup, carry, row)
+        # y: on the last stage the backward pass may follow its forward pass within one tick.
         dx, carry = tick_backward(setup, carry, row, y)
         carry = tick_weight(setup, carry, row)
         # Without this constraint the partitioner would replicate the sums over tensor.
@@ -176,6 +187,7 @@ def forward_only(schedule: Schedule, fns: StageFns, weights: Arrays, counts: Cou
 
     inputs = make_buffers(stage.x, schedule.num_input_slots, 0.0)
     arrived = [make_filled(stage.x, 0.0) for _ in schedule.forward_shifts]
+    # No forward pass runs after this tick; the rest of the table drains backward passes.
     num_ticks = 1 + int(schedule.ticks.passes["forward"].max())
     rows = {
         name: column[:num_ticks]
@@ -210,6 +222,8 @@ def tick_forward(setup: Setup, carry: Carry, row: Row) -> tuple[Arrays, Carry]:
                 row["forward_is_last"], lambda: x, lambda: chunk_forward(chunk, fns.block, x)
             )
             return y, write_slot(activations, slot, x), outputs
+        # The slot holds the residuals of all blocks of the chunk, until the last pass that reads
+        # them.
         y, activations = chunk_forward_keeping(
             chunk, setup.passes, x, _same_slot(activations, slot)
         )
@@ -242,12 +256,16 @@ def tick_backward(setup: Setup, carry: Carry, row: Row, y: Arrays) -> tuple[Arra
         slot = row["backward_slot"]
         chunk = setup.stage.chunk(row["backward_chunk"], m)
         if setup.remat:
+            # The forward pass runs again, and what the weight pass needs goes straight to its
+            # deferred slot.
             residuals = _recomputed_slots(setup, deferred, row)
             x = read_slot(carry.activations, slot)
             chunk_output, buffers = chunk_forward_keeping(chunk, setup.passes, x, residuals)
             residuals = residuals._replace(buffers=buffers)
         else:
             residuals = _same_slot(carry.activations, slot)
+            # Without `outputs` every loss follows its forward pass within the tick, see
+            # `initial_carry`.
             chunk_output = read_slot(carry.outputs, slot) if carry.outputs else y
 
         dy, sums = _output_gradient(fns, carry, row, chunk_output, sums)
@@ -305,6 +323,7 @@ def _output_gradient(
             sums,
         )
 
+    # A single virtual stage gets no messages, and `read_message` would have no branch.
     if not (carry.arrived_cotangents or carry.cotangents):
         return gradient_of_loss(sums)
     return jax.lax.cond(row["backward_is_last"], gradient_of_loss, gradient_from_next_stage, sums)

@@ -44,6 +44,8 @@ def send(schedule: Schedule, kind: str, leaves: Arrays, previous_leaves: Arrays)
     messages = []
     for shift in shifts:
         pairs = sorted((s, t) for s, t in stage_pairs if (t - s) % schedule.num_stages == shift)
+        # A message that stays on its stage is used on the next tick, also if others are sent ahead.
+        # So it is of this tick, and no permute is needed.
         messages.append(permute(outgoing, pairs) if shift else list(leaves))
     return messages
 
@@ -95,6 +97,7 @@ def read_message(
     branches = [at_end] if at_end is not None else []
     branches += [lambda message=message: message for message in arrived]
     branches += [lambda: read_slot(buffers, slot)] if buffers else []
+    # Source 0 is the end of the model. Without that branch all others move up by one.
     return jax.lax.switch(source - (at_end is None), branches)
 
 
@@ -228,6 +231,12 @@ def to_model(
     )
 
 
+# Two stages with two chunks each; v is a virtual stage:
+#
+#               stage 0   stage 1
+# stored        v0 v1     v2 v3      in the order of the model
+# interleaved   v0 v2     v1 v3
+# on a V        v0 v3     v1 v2
 def _moves(schedule: Schedule) -> list[Move]:
     chunks = schedule.num_chunks
     ticks = schedule.ticks
@@ -261,6 +270,7 @@ def _exchange(
     # the blocks
     rearranged = list(stored)
     for moves_of_round in _rounds(schedule.num_stages, moves):
+        # Sorted by source, and each stage is a source once a round: entry s is of stage s.
         sent_chunk = jnp.asarray([old for _, old, _, _ in sorted(moves_of_round)])[stage]
         arrivals = sorted((target, new) for _, _, target, new in moves_of_round)
         received_chunk = jnp.asarray([new for _, new in arrivals])[stage]
@@ -294,6 +304,7 @@ def _matching(num_stages: int, moves: list[Move]) -> list[Move]:
             target = move[2]
             if move[0] == stage and target not in tried:
                 tried.add(target)
+                # Kuhn's algorithm: a taken target is freed if its source finds another one.
                 if target not in move_into or find_target(move_into[target][0], tried):
                     move_into[target] = move
                     return True

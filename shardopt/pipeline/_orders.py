@@ -12,6 +12,8 @@ def lockstep_ticks(
     v, m = np.indices((num_stages * num_chunks, num_micro_batches))
     chunk, stage = divmod(v, num_stages)
 
+    # The number of a pass on its stage: S micro-batches in chunk 0, the same S in chunk 1, and so
+    # on; then the next S.
     def position(chunk: np.ndarray) -> np.ndarray:
         return (m // num_stages * num_chunks + chunk) * num_stages + m % num_stages
 
@@ -44,6 +46,8 @@ def stage_order(
     last = num_chunks - 1
     forward = [f"F{m}.{chunk}" for m, chunk in places]
     backward, weight = ([f"{letter}{m}.{last - chunk}" for m, chunk in places] for letter in "BW")
+    # Fill with `ahead` forwards. Then each turn adds one B, one W (late by `weight_lag`) and one F;
+    # slices beyond an end are empty, so the drain needs no case of its own.
     order = forward[:ahead]
     for k in range(len(passes) + (weight_lag or 0)):
         order += backward[k : k + 1]

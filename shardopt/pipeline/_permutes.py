@@ -57,6 +57,7 @@ def _lines_in_branches(text: str) -> list[str]:
     """Return the instructions that the branches of all conditionals reach."""
     bodies = dict(_COMPUTATION.findall(text))
     conditionals = [line for line in text.splitlines() if " conditional(" in line]
+    # From the branches on, through all calls: a permute may be in a loop inside of a branch.
     unvisited = _callees("\n".join(conditionals))
     reached: set[str] = set()
     while unvisited:

@@ -236,6 +236,7 @@ def make_setup(
         m,
         m,
     ]
+    # Split once, for a block: all blocks, chunks and micro-batches run the same program.
     passes = split_backward(fns.block, block_args, stage.x, trained=fns.trained)
     return Setup(
         stage, rematerialised(passes, stage.x) if fns.remat_blocks else passes, remat, idle
@@ -248,6 +249,8 @@ def initial_carry(setup: Setup) -> Carry:
     x = setup.stage.x
     k = setup.stage.num_blocks
     idle = setup.idle
+    # With `remat` a slot is the input of a chunk. Without it a slot has k places, one for each
+    # block.
     shapes, num_places = (
         (x, schedule.num_slots) if setup.remat else (setup.passes.residuals, schedule.num_slots * k)
     )
@@ -276,6 +279,7 @@ def _zero_sums(stage: Stage) -> Sums:
     def block_shape(w):
         return jax.ShapeDtypeStruct(w.shape[1:], w.dtype)
 
+    # `reduce` may scatter over data: then the sums are shards, of 1/N the memory.
     dw = jax.eval_shape(
         stage.fns.reduce, [block_shape(stage.weights[i]) for i in stage.fns.trained]
     )
@@ -326,6 +330,7 @@ def chunk_forward(
 
     if not differentiable:
         return _loop_over_blocks(chunk, x, run_block)
+    # A scan has a fixed length. Its turns beyond the chunk's size do nothing.
     step = run_block if isinstance(chunk.size, int) else run_or_skip_block
     return jax.lax.scan(lambda x, j: (step(j, x), None), x, jnp.arange(chunk.num_blocks))[0]
 
@@ -360,6 +365,8 @@ def chunk_backward(
 
     def run_block(j: Index, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         dy, grads = carry
+        # Invariant: dy is the gradient of the output of block j. Blocks run from the last to the
+        # first.
         dx, dw = passes.both(chunk.block_args(j), _read_block(chunk, residuals, j), dy)
         return dx, add_to_slot(grads, chunk.first + j, reduce(dw))
 
@@ -399,6 +406,7 @@ def chunk_weight(
         dw = passes.weight(
             chunk.block_args(j), _read_block(chunk, residuals, j), _read_block(chunk, deferred, j)
         )
+        # No order is needed: weight gradients of blocks do not depend on each other.
         return add_to_slot(grads, chunk.first + j, reduce(dw))
 
     return _loop_over_blocks(chunk, grads, run_block)

@@ -143,8 +143,11 @@ def _assign(ticks: Ticks, first: np.ndarray, last: np.ndarray) -> Table:
         for start, end, v, m in sorted(
             (int(first[v, m]), int(last[v, m]), v, m) for v, m in on_stage
         ):
+            # Strictly below: a value is still read on its last tick.
             while busy and busy[0][0] < start:
                 heapq.heappush(free, heapq.heappop(busy)[1])
+            # Every slot so far is in `free` or in `busy`. If none is free, `len(busy)` is the next
+            # new number.
             slots[v, m] = heapq.heappop(free) if free else len(busy)
             heapq.heappush(busy, (end, int(slots[v, m])))
     return as_table(slots)
@@ -156,6 +159,7 @@ def num_live(ticks: Ticks) -> np.ndarray:
     stage = np.broadcast_to(np.asarray(ticks.stage_of)[:, None], first.shape)
     is_stored = last >= first
     change = np.zeros((ticks.num_ticks + 1, ticks.num_stages), int)
+    # One more from the first tick on, one fewer after the last: the running sum counts live values.
     np.add.at(change, (first[is_stored], stage[is_stored]), 1)
     np.add.at(change, (last[is_stored] + 1, stage[is_stored]), -1)
     return change.cumsum(axis=0)[:-1]
@@ -227,6 +231,7 @@ def _message_columns(
     for v in range(len(stage)):
         sender = v - step
         if 0 <= sender < len(stage):
+            # Each shift is one permute for all stages. A receiver looks for its message there.
             shift_of[v] = shift_list.index((stage[v] - stage[sender]) % ticks.num_stages)
             waits = wait_slots[v] >= 0
             arrival_tick = pass_ticks[sender, waits] + ticks.arrival_ticks[min(v, sender), 0]

@@ -101,6 +101,7 @@ def own_pace(ticks: Ticks, times: PassTimes) -> dict[str, list[list[float]]]:
     begins = {kind: [[0.0] * ticks.num_micro_batches for _ in range(size)] for kind in times.passes}
     free_at: list[float] = [0] * ticks.num_stages
     end_of: dict[tuple[str, int, int], float] = {}
+    # By tick, so the input of each pass has its end in `end_of` already.
     for kind, v, m in in_order(ticks):
         stage = ticks.stage_of[v]
         input_pass = input_pass_of(kind, v, m, size)
@@ -187,6 +188,8 @@ def program_begins(ticks: Ticks, times: PassTimes) -> np.ndarray:
                 begins[tick] + busy_times.max() + (times.communication if stage_pairs else 0)
             )
         else:
+            # The messages of this tick were computed on the last one. They leave as it begins, and
+            # a stage with long passes does not notice them.
             begins[tick + 1] = begins[tick] + busy_times
             np.maximum.at(begins[tick + 1], receivers, begins[tick, senders] + times.communication)
     return begins

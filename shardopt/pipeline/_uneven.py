@@ -36,6 +36,11 @@ def to_schedule(
     A chunk with fewer than k blocks is padded with block 0, which nobody runs. `specs` say how
     leaves are sharded over tensor.
     """
+    # A leaf [L, d] whose stack no axis can cut, on two stages that run 1 and 3 blocks (k = 3):
+    #
+    # stored    every stage: all 4 blocks, half of d
+    # take      rows [S, k]: stage 0 runs 0 - -, stage 1 runs 1 2 3; each device picks both
+    # exchange  stage 0 gets its row, d whole
     rows = jnp.asarray(stage_rows(schedule, counts)[0])
     stage_blocks = rows[jax.lax.axis_index(PIPELINE)]
     selected = [
@@ -65,6 +70,7 @@ def to_model(
             return jax.lax.all_gather(x, PIPELINE, tiled=True)
         return jax.lax.all_to_all(x, PIPELINE, dim, 0, tiled=True)
 
+    # Padding is dropped here: no block of the model has its place.
     places = jnp.asarray(stage_rows(schedule, counts)[1])
     return [
         jnp.take(x, places, axis=0) for x in _redistribute_each(redistribute, leaves, dims, specs)

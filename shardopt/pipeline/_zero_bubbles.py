@@ -165,6 +165,7 @@ def zero_bubble_lockstep(num_stages: int, num_micro_batches: int, num_chunks: in
 def _weight_ticks(num_stages: int, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
     """Return the ticks of the weight passes, [V, M]."""
     stage = np.broadcast_to(np.arange(len(backward))[:, None] % num_stages, backward.shape)
+    # [ticks, S]: how many passes F and B a stage has on a tick, which is how long the tick takes.
     load = np.zeros((backward.max() + 1, num_stages), int)
     for pass_ticks in (forward, backward):
         np.add.at(load, (pass_ticks, stage), 1)
@@ -177,6 +178,7 @@ def _weight_ticks(num_stages: int, forward: np.ndarray, backward: np.ndarray) ->
     while tick < len(load) or any(queues):
         load_of_tick = load[tick] if tick < len(load) else np.zeros(num_stages, int)
         for s, queue in enumerate(queues):
+            # Before W is placed: a W may run on the tick of its own B.
             queue.extend([backward_at[tick, s]] if (tick, s) in backward_at else [])
         has_gap = load_of_tick < load_of_tick.max()
         # every stage runs B on this tick, or none has run B yet, or only W passes remain

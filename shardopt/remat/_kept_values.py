@@ -21,6 +21,8 @@ def save_all_but_gathers(primitive: Primitive, *operands: ShapedArray, **params:
     bits of rounded numbers are no gather.
     """
     if primitive.name == "bitcast_convert_type":
+        # Rounded numbers are kept as int8: as floats, `jax.checkpoint` would make NaN of the
+        # largest.
         return params["new_dtype"] == jnp.int8 and not _survives(operands[0].dtype)
     if (
         primitive.name in ("all_gather", "sharding_constraint")

@@ -85,6 +85,7 @@ def split_backward(
     def with_gradients(arguments: Arrays, x: Arrays, dy: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         def block(weights: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
             y = f(replaced(arguments, trained, weights), replaced(x, differentiable, inputs))
+            # `vjp` wants floating results alone; the others come out as `has_aux`.
             return [y[i] for i in differentiable], y
 
         _, vjp, y = jax.vjp(
@@ -95,6 +96,7 @@ def split_backward(
 
     arguments, x = abstract((list(arguments), list(x)))
     args = (arguments, x, [x[i] for i in differentiable])
+    # Traced twice: the second trace inlines inner functions, so that a cut may go through them.
     nested = jax.make_jaxpr(with_gradients)(*args)
     flat = jax.make_jaxpr(
         lambda *args: inlined(nested.jaxpr, nested.consts, jax.tree.leaves(args))
@@ -148,6 +150,16 @@ def _cut(closed: jex.ClosedJaxpr, num_arguments: int, num_x: int, num_trained: i
     y = jaxpr.outvars[:num_x]
     dx = jaxpr.outvars[num_x : num_x + len(dy)]
     dw = jaxpr.outvars[len(jaxpr.outvars) - num_trained :]
+    #  arguments, x -> [forward] -> y
+    #                      | residuals
+    #                      v
+    #  arguments, dy -> [backward] -> dx
+    #                      | deferred
+    #                      v
+    #  arguments ---> [weight] -> dw
+    #
+    # Each slice below walks back from results until values that an earlier pass hands over.
+    # Equations that it meets run in this pass, also if an earlier pass ran them: they run again.
     recomputable = reached_from(jaxpr, [*jaxpr.constvars, *arguments], every=True)
     depends_on_dy = reached_from(jaxpr, dy, every=False)
     residuals = _residuals(trace, x, recomputable, depends_on_dy, [*dx, *dw])
@@ -157,8 +169,11 @@ def _cut(closed: jex.ClosedJaxpr, num_arguments: int, num_x: int, num_trained: i
 
     in_forward, _ = slice_of(trace, [*y, *residuals], stop=set(x), extra=early_effects)
     in_both, _ = slice_of(trace, [*dx, *dw], stop={*residuals, *dy}, extra=effects - early_effects)
+    # Both halves of a split checkpoint run its inner forward pass. An effect must not run twice.
     separated = trace if effects else trace_of(_separate_checkpoints(trace, dx))
     in_backward, _ = slice_of(separated, dx, stop={*residuals, *dy}, extra=effects - early_effects)
+    # The backward pass has these values anyway. The weight pass gets them, and repeats nothing that
+    # depends on dy.
     deferrable = {
         *dy,
         *(
@@ -175,6 +190,7 @@ def _cut(closed: jex.ClosedJaxpr, num_arguments: int, num_x: int, num_trained: i
     forward = part_of(trace, in_forward, [*arguments, *x], [*y, *residuals])
     backward = part_of(separated, in_backward, [*arguments, *residuals, *dy], [*dx, *deferred])
     weight = part_of(separated, in_weight, [*arguments, *residuals_of_weight, *deferred], dw)
+    # From the trace before the split: in one function a checkpoint runs its forward pass once.
     both = part_of(trace, in_both, [*arguments, *residuals, *dy], [*dx, *dw])
     return Passes(
         forward=lambda arguments, x: _split(forward(*arguments, *x), num_x),
@@ -259,6 +275,8 @@ def _residuals(
     """
     equations = trace.jaxpr.eqns
     needed, _ = slice_of(trace, gradients, stop=set(x))
+    # Equations before dy could run in either pass. The cut decides: store a result, or run it
+    # again.
     after_dy = [i for i in sorted(needed) if set(equations[i].outvars) & depends_on_dy]
     before_dy = [equations[i] for i in sorted(needed.difference(after_dy))]
     reads = [*gradients, *(var for i in after_dy for var in inputs_of(equations[i]))]
@@ -309,6 +327,8 @@ def _min_byte_cut(
     for eqn in equations:
         made = [var for var in eqn.outvars if var in known]
         if eqn.primitive.name not in _CHEAP or eqn.effects:
+            # No way leads back through an expensive equation. So a way begins at its result, and
+            # the cut has to store that, or values computed from it.
             sources.update(made)
         else:
             arcs += itertools.product([var for var in inputs_of(eqn) if var in known], made)
