@@ -71,9 +71,12 @@ class OuterStep:
                         replica_leaves[i].reshape(replica_leaves[i].shape[1:]),
                     )
                 )
+                # The sign of a gradient: an outer SGD with rate 1 then steps from the shared copy
+                # to the mean.
                 deltas.append(shared_part - replica_part)
             if self.compression is not None:
                 return compress_mean(self.compression, deltas, reducer_state)
+            # In bf16 each addition over replicas would round the sum.
             wide_deltas = [widened(delta) for delta in deltas]
             sums = all_reduce(wide_deltas, [REPLICA], [plan.tensor for plan in self.part_plans])
             return [
@@ -115,6 +118,8 @@ class OuterStep:
                 )
                 replica_leaf = replica_leaves[i].reshape(replica_leaves[i].shape[1:])
                 replica_part = shared_part
+                # Streaming DiLoCo: a replica keeps a part of its own steps, some of which the mean
+                # has not seen.
                 if mix:
                     replica_part = (
                         (1 - mix) * shared_part

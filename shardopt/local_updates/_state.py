@@ -142,6 +142,7 @@ def make_fragments(
     Neighbouring blocks thus synchronize at different steps. Streaming DiLoCo found this better than
     consecutive blocks.
     """
+    # -1: a stacked leaf has blocks in every fragment that is below the number of its blocks.
     numbers = deal_out([plan.stacked if plan.trainable else None for plan in plans], count)
 
     def has_leaf(i, number):

@@ -156,6 +156,12 @@ def variant_of(sync: SyncConfig, step: int) -> StepVariant:
     local_steps = step + 1 - sync.warmup_steps
     if local_steps <= 0:
         return StepVariant(warm=True)
+    # H = 6, P = 3 fragments, so the stride is 2; local steps 1 to 8, and fragments due after them:
+    #
+    # step             1   2   3   4   5   6   7   8
+    # due              .   0   .   1   .   2   .   0
+    # with delay = 1   the outer gradient of a due fragment is sent in the program of the next step,
+    #                  which applies it at its end
     stride = sync.stride
 
     def due_fragment(num_steps):
@@ -226,11 +232,13 @@ class _VariantStep:
             )
             replicas = replicas._replace(pending=_replaced(replicas.pending, variant.send, delta))
         results = self.gradients(state, batch, replicas)
+        # Out of the results before `vmap` over replicas: this state is stacked in its own way.
         inner_reducer = results.reducer
         results = results._replace(reducer=None)
         params, optimizer = self.update(replicas, results)
         replica_leaves = flatten(all_gather_params(config, layout, params))
         if variant.warm:
+            # In the warm-up all replicas took the same update, so any of them is the shared copy.
             shared_leaves = unstack_equal_replicas(config, layout, replica_leaves)
         if variant.apply is not None:
             shared_leaves, replica_leaves, replicas = self.apply(
@@ -282,6 +290,8 @@ class _VariantStep:
         def update_replica(params, opt_state, gradient_results):
             return apply_update(config, layout, params, opt_state, gradient_results, value_fn)[:2]
 
+        # The update of one replica, mapped: its norms and collectives stay inside of the replica.
+        # `spmd_axis_name` keeps the stacked dim on the replica axis.
         update_replicas = jax.vmap(update_replica, spmd_axis_name=REPLICA)
         return update_replicas(replicas.params.value, replicas.optimizer.value, results)
 
@@ -297,6 +307,8 @@ class _VariantStep:
             shared_leaves, replica_leaves, old_state
         )
         if replicas.reducer:
+            # The old state is kept until the mean is applied, so that `synchronize` can undo the
+            # send.
             reducer_state = Delayed(reducer_state, old_state) if self.sends_first else reducer_state
             replicas = replicas._replace(reducer=_replaced(replicas.reducer, number, reducer_state))
         return delta, replicas
@@ -348,6 +360,7 @@ def make_average(
             config, layout.plans, layout.treedef.flatten_up_to(replica_params.value)
         )
         unflatten = layout.treedef.unflatten
+        # The mean of the replicas holds the progress that was sent; see the docstring.
         no_pending = jax.tree.map(jnp.zeros_like, pending)
         return (
             unflatten(shared_leaves),
@@ -420,6 +433,8 @@ def _reduce_local_replicas(metric: PyTree) -> jax.Array:
 
 
 def _reduce_local_shards(values: jax.Array, reduce: Callable[..., jax.Array]) -> jax.Array:
+    # By the number of the replica: several devices of one replica have equal copies, and one
+    # counts.
     shards = {shard.index[0].start or 0: shard.data for shard in values.addressable_shards}
     first_shard = next(iter(shards.values()))
     if len(shards) == 1:

@@ -92,6 +92,7 @@ class Mathematics:
     @cached_property
     def _program(self) -> RunUpdate:
         run = update_program(self.tx, self.rule, self.codec)
+        # A delay is an argument and no constant: one program serves all delays.
         return jax.jit(run, donate_argnums=(1,) if self.donate else ())
 
     def begin(self, params: PyTree) -> ServerArrays:
@@ -142,16 +143,20 @@ def update_program(
         if codec is not None:
             pushed = [(codec.decode(message, params), loss, aux) for message, loss, aux in pushed]
         grads, metrics = _average(pushed, rows)
+        # None: the rule does not read it, or nothing changed since the pull.
         pulled = params if pulled is None else pulled
         old_rule_state = rule_state
         grads, rule_state = rule.gradient(
             grads, rule_state, params=params, pulled=pulled, delay=delay
         )
         old_opt_state = opt_state
+        # The optimizer sees the parameters of now, although the gradient belongs to older ones.
         step, opt_state = update(grads, opt_state, params, value=metrics["loss"], grad=grads)
         check_updates("parameter_server", params, step)
         if rule.scale is not None:
             factor = rule.scale(delay)
+            # After the optimizer: Adam divides by the size of gradients, so a factor before it has
+            # no effect.
             step = jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), step)
         # a refused push changes nothing
         rule_state = unless_skipped(old_opt_state, opt_state, old_rule_state, rule_state)
@@ -175,6 +180,7 @@ def _average(
 ) -> tuple[PyTree, dict[str, jax.Array]]:
     """Return the gradient and the metrics on the union of the rows of all pushes."""
     losses = [loss for _, loss, _ in pushed]
+    # Totals and weights are per row. Times the rows of each push, they add up over pushes.
     counts = [rows[i].astype(loss.weight.dtype) for i, loss in enumerate(losses)]
     weight = sum(n * loss.weight for n, loss in zip(counts, losses, strict=True))
     loss = sum(n * loss.total for n, loss in zip(counts, losses, strict=True)) / weight

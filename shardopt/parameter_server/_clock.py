@@ -77,6 +77,7 @@ def join(clock: Clock, worker: int) -> Clock:
         )
         fix = "let it leave first, or give the newcomer a number of its own."
         raise value_error(problem, fix=fix)
+    # At clock 0 a newcomer would be the slowest by far, and everybody would wait for it.
     return clock._replace(steps={**clock.steps, worker: clock.slowest})
 
 
@@ -95,6 +96,7 @@ def tick(clock: Clock, worker: int) -> Clock:
     """Count a step that a worker has finished."""
     step = clock_of(clock, worker)
     steps = {**clock.steps, worker: step + 1}
+    # Only the slowest can raise the minimum. So most ticks cost no pass over thousands of workers.
     slowest = min(steps.values()) if step == clock.slowest else clock.slowest
     return Clock(clock.max_staleness, steps, slowest, max(clock.fastest, step + 1))
 

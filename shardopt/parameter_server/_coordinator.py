@@ -95,6 +95,8 @@ class Coordinator:
         self.running_workers = set(workers)  # workers whose thread or process has not ended
         self.milestones: list[Milestone] = []
         self.milestone_version = run.state.version  # the version of the last milestone
+        # One condition for all: every wake-up checks its own predicate again, so none can be
+        # missed.
         self.changed = threading.Condition()
         if not self.is_over():
             self._admit_first_workers()
@@ -117,6 +119,7 @@ class Coordinator:
 
         A worker without data leaves.
         """
+        # Before the lock: waiting for the lock counts as waiting.
         asked_at = self.run.now()
         with self.changed:
             self.changed.wait_for(
@@ -151,6 +154,8 @@ class Coordinator:
         With `restarting` it will join again, in its next incarnation.
         """
         with self.changed:
+            # From here on late calls of the killed process are told to end, before the new one
+            # joins.
             self.incarnations[worker] += 1
             if worker in self.present:
                 self._leave(worker)
@@ -176,6 +181,7 @@ class Coordinator:
         """
         with self.changed:
             if not self.is_over():
+                # Pushes of an open clock were taken, so one more update is due.
                 self.num_updates = self.run.state.version + bool(self.run.state.waiting)
                 self.completion_reason = "early"
             self.changed.notify_all()
@@ -247,6 +253,8 @@ class Coordinator:
         if version > previous_version and (saves or self.policy.evaluates(version)):
             history = self.run.history(self.milestone_version)
             self.milestone_version = version
+            # Under the lock, right after the update: later, another push would have changed the
+            # state.
             snapshot = take_snapshot(self.run) if saves else None
             self.milestones.append(Milestone(version, self.run.state.params, history, snapshot))
         self.changed.notify_all()

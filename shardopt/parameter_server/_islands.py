@@ -83,6 +83,7 @@ class Island:
             island would have others.
         """
         assert self.state is not None
+        # To one device: the island's parameters may be sharded, and a push is whole.
         end, step_metrics = jax.device_put((self.state.params, self.step_metrics), self.device)
         frozen = self.opt.config.layout.frozen
         pairs = zip(leaves_with_paths(self.base), jax.tree.leaves(end), strict=True)
@@ -155,6 +156,7 @@ def _change(start: PyTree, end: PyTree, step_metrics: list[StepMetrics]) -> Upda
     metrics = {name: _over_steps([step[name] for step in step_metrics]) for name in step_metrics[0]}
     loss = metrics.pop("loss")
     assert isinstance(loss, Weighted)
+    # start - end: the sign of a gradient, so that the server's optimizer steps towards the end.
     update = Update(jax.tree.map(jnp.subtract, start, end), loss, metrics, None)
     return update._replace(is_finite=finiteness(update))
 

@@ -97,6 +97,7 @@ class Log:
     def __init__(self, header: Header):
         self.header = dict(header)
         # integers, and the two times as floats
+        # Columns and not tuples: a run of days has millions of events.
         self._columns = tuple(array(kind) for kind in "qqqqqqdd")
 
     def append(self, event: Event) -> None:

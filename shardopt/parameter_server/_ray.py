@@ -218,6 +218,7 @@ class RayDriver:
     def start_server(self, snapshot: RunSnapshot | None) -> None:
         """Start the server, from a checkpoint or from the beginning."""
         params, snapshot = jax.device_get((self.job.params, snapshot))
+        # The server reads no data, and a function with a data set in it may be large to pickle.
         job = self.job._replace(params=params, batches_of=lambda _: (), log_path=None)
         # the new server must not wait for workers that are not restarted
         if self.server is not None:
@@ -297,6 +298,8 @@ class RayDriver:
         timeout = self.spec.hang_timeout
         if timeout is None:
             return
+        # The clock stands still during evaluations and saves, when workers may wait for this
+        # process.
         now = time.monotonic() - self.callback_seconds
         # At the end of a run, a process that has ended already may wait long for the others.
         running_workers = set(self.running.values())
@@ -349,6 +352,7 @@ class RayDriver:
         self.running = {work: other for work, other in self.running.items() if other != worker}
         will_restart = self.restarts_left[worker] > 0
         self.notify("worker_died", worker, restarting=will_restart)
+        # The driver counts too: the coordinator has done the same in `worker_died`.
         self.incarnations[worker] += 1
         if will_restart:
             self.restarts_left[worker] -= 1
@@ -365,6 +369,7 @@ class RayDriver:
             raise ServerLostError(
                 format_error(caller, f"{problem} and no checkpoints were kept.", fix=fix)
             )
+        # A save may be under way; a restart from the one before it would lose more updates.
         checkpoints.wait()
         snapshot = self.callbacks.load_latest(
             self.spec.make_server(donate=False), jax.device_put(self.job.params)
@@ -447,6 +452,7 @@ class ServerProcess:
     """
 
     def __init__(self, settings: dict[str, object], token: str, start: bytes):
+        # On CPU: accelerators belong to the processes of the workers.
         begin_process(settings, devices=1, platform="cpu")
         spec, job, policy, snapshot = cloudpickle.loads(start)
         began = time.perf_counter()
@@ -525,6 +531,8 @@ class ServerProcess:
         """Return a reference to the parameters."""
         with self.share_lock:
             if self.shared_params[0] != task.version:
+                # Once a version, not once a pull: workers that pull the same version read the same
+                # object.
                 self.shared_params = task.version, ray.put(jax.device_get(task.params))
             # in a list, or Ray would send the parameters themselves
             return [self.shared_params[1]]
@@ -587,6 +595,7 @@ class RemoteCoordinator:
         The update is one message, which arrives completely or not at all.
         """
         assert update is not None
+        # Complete before it is sent: a worker that dies while it computes sends nothing.
         message = jax.device_get(update._replace(rows=None))._replace(rows=update.rows)
         answer = self._get(
             self.server.push.remote(self.token, worker, incarnation, message, version)

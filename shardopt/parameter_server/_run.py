@@ -303,6 +303,7 @@ def take_snapshot(run: AsyncRun) -> RunSnapshot:
     clock = run.state.clock
     if state.waiting:
         raise AssertionError("a snapshot is taken right after an update, when no push waits")
+    # Updates donate the states, and never the parameters, see `Mathematics.donate`.
     params, optimizer, rule = copy_states(state[:3])
     states = {"optimizer": optimizer, "rule": rule}
     train_state = TrainState(np.int32(state.version), params, states, np.zeros(2, np.uint32))
@@ -344,6 +345,7 @@ def restore_run(caller: str, run: AsyncRun, snapshot: RunSnapshot) -> None:
     last_time = log[len(log) - 1].time if len(log) else 0.0
     now = run.now
     start = now()
+    # The log goes on where it ended: time that nobody trained is no time of the run.
     run.now = lambda: last_time + now() - start
 
 

@@ -149,6 +149,7 @@ class ParameterServer:
             )
             fix = "ask may_pull first."
             raise value_error(f"{problem}, and max_staleness={self.max_staleness}.", fix=fix)
+        # With max_staleness=0 the parameters do not change between pull and push.
         is_needed = (
             self.rule.uses_pulled and self.max_staleness != 0 and self.mathematics is not None
         )
@@ -171,8 +172,11 @@ class ParameterServer:
             )
             fix = "push once for each pull, with the version of its event."
             raise value_error(problem, fix=fix)
+        # First, since it may raise: the state must then be as before the push.
         refused = self._is_refused(state, worker, step, update)
         working = _without(state.working, worker)
+        # A refused push ends a step as well. Otherwise its worker would fall behind and hold back
+        # others.
         state = state._replace(working=working, clock=clocks.tick(state.clock, worker))
         if not refused and self.max_staleness == 0:
             state = state._replace(waiting=(*state.waiting, Waiting(step, worker, update)))
@@ -186,6 +190,7 @@ class ParameterServer:
         """Remove a worker. Its step in flight is lost, its pushes stay."""
         step = clocks.clock_of(state.clock, worker)
         clock = clocks.leave(state.clock, worker)
+        # The leaver may be the last one that a clock waited for.
         state = self._close_clock(
             state._replace(clock=clock, working=_without(state.working, worker))
         )
@@ -225,15 +230,23 @@ class ParameterServer:
             )
         return bool(reasons)
 
+    # max_staleness = 0 and three workers; F is the number of the clock that a push ends:
+    #
+    # worker 0   F0 . . . F1          waiting  (F0)
+    # worker 1   . . F0 . . F1                 (F0 F0)
+    # worker 2   . . . F0 . . F1               (F0 F0 F0) -> one update, and all may pull
     def _close_clock(self, state: ServerState) -> ServerState:
         """With max_staleness=0, apply the mean of the open clock once all present workers have
         pushed.
         """
+        # Open until the slowest worker has passed this clock. Without workers nobody will push to
+        # it.
         is_open = (
             state.waiting and state.clock.steps and state.clock.slowest <= state.waiting[0].clock
         )
         if not state.waiting or is_open:
             return state
+        # By worker and not by arrival: the order of the sum must not depend on who was faster.
         ordered = sorted(state.waiting, key=lambda waiting: waiting.worker)
         updates = [waiting.update for waiting in ordered]
         state = state._replace(waiting=())

@@ -272,6 +272,7 @@ class EventLoop:
 
     def __post_init__(self):
         self.now = 0.0
+        # One generator a worker: its draws do not depend on the order of events of others.
         self.generators = [
             np.random.default_rng([self.seed, worker]) for worker in range(len(self.workers))
         ]
@@ -294,6 +295,8 @@ class EventLoop:
 
         Events at the same time happen in the order of these calls.
         """
+        # The running number breaks ties, so equal times have an order that does not depend on the
+        # heap.
         heapq.heappush(self.queue, (time, self.num_scheduled, kind, worker, incarnation))
         self.num_scheduled += 1
 
@@ -320,10 +323,14 @@ class EventLoop:
                 if worker in self.run.state.clock.steps:
                     self.remove_worker(worker)
             elif incarnation == self.incarnations[worker] and kind == _ARRIVE:
+                # A server with one desk: a push begins when it arrives, or when the one before it
+                # is done.
                 self.server_free_at = max(time, self.server_free_at) + self.server_seconds
                 self.schedule(self.server_free_at, _PUSH, worker, incarnation)
             elif incarnation == self.incarnations[worker]:
                 self.push(worker)
+            # Only a rise of the slowest clock lets others start. Those may leave, and let it rise
+            # once more.
             while self.run.state.clock.slowest > slowest:
                 slowest = self.run.state.clock.slowest
                 for waiting in list(self.asked_at):
@@ -349,6 +356,8 @@ class EventLoop:
     def push(self, worker: int) -> None:
         """Finish a step at the server."""
         step = self.steps.pop(worker)
+        # Computed when it arrives, from the parameters of its pull: the order of events alone
+        # decides the numbers, not the real time of the computation.
         update = self.compute.update(worker, step.params, step.batch, step.clock)
         self.run.push(worker, update, step.version)
         self.asked_at[worker] = self.now

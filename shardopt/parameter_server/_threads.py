@@ -73,6 +73,8 @@ def run_threads(
             steps = coordinator.run.state.clock.steps
             at_step = f" at its step {steps[worker]}" if worker in steps else ""
             error.add_note(f"This happened in worker {worker} of {caller}{at_step}.")
+            # The first one counts. Others may follow from it, such as a worker whose run was
+            # stopped.
             errors.append(error)
             coordinator.stop("failed")
         finally:

@@ -216,6 +216,7 @@ def progress_line(caller: str, status: Status) -> str:
     """Return the state of a run as one line."""
     groups: dict[str, list[str]] = {}
     for worker in status.workers:
+        # New, but with pushes: those are of an earlier incarnation.
         has_restarted = worker.is_new and worker.pushes and worker.doing != "gone"
         doing = "restarts" if has_restarted else worker.doing
         groups.setdefault(doing, []).append(str(worker.worker))

@@ -76,6 +76,7 @@ def run_worker(
     compute.begin(worker, position)
     goes_on = True
     while goes_on:
+        # Before the pull: data that is slow to load must not make the parameters stale.
         batch = compute.next_batch(worker)
         task = coordinator.pull(worker, incarnation, batch is not None)
         if task is None:
@@ -176,6 +177,7 @@ class SgdProblem:
         if worker is None:
             meshes = dict(enumerate(local_meshes(self.workers)))
         else:
+            # A process on Ray sees the devices of its worker alone.
             meshes = {worker: make_mesh(data=-1, devices=jax.local_devices())}
         streams = Streams(self.caller, batches_of)
         compressors = WorkerCompressors(self.codec)
@@ -231,6 +233,8 @@ class SgdWorkers:
         # on the first device of the worker: all have the same gradient
         if self.compressors.codec is not None:
             update = self.compressors.encode(worker, to_device(update, mesh.devices.flat[0]))
+        # Waits here, in the worker: the server's lock must not be held while a gradient is
+        # computed.
         return jax.block_until_ready(to_device(update, self.device))
 
     def _gradient(
@@ -268,6 +272,7 @@ class SgdWorkers:
         loss_fn = config.loss.loss_fn
         num_workers = self.problem.num_averaged
         rng = abstract_key(loss_fn)
+        # The server divides the sum of totals by the sum of weights, as if weights were constants.
         weight = find_trained_weight(loss_fn, shapes[0], shapes[1], LossCall(config.strategy, rng))
         if weight:
             problem = (
@@ -320,6 +325,8 @@ def _program(config: StrategyConfig) -> Callable[..., Update]:
         def numbers():
             return row_numbers(worker, 0, 1, num_rows(config, batch))
 
+        # An argument of the program, as are worker and clock: all workers and steps share one
+        # program.
         rng = jnp.asarray(rng)
         key = step_key(config, clock, rng, 0, device=worker, row_numbers=numbers)
 
@@ -444,6 +451,7 @@ class WorkerCompressors:
         if self.codec is None:
             return update
         start, encode_update = _codec_programs(self.codec)
+        # Popped, because the program takes over its memory.
         memory = self.memories.pop(worker, None)
         memory = start(update.grads) if memory is None else memory
         encoded, self.memories[worker] = encode_update(update._replace(rows=None), memory)
@@ -480,6 +488,7 @@ def _codec_programs(
             jnp.ones(2, bool),
             *(jnp.isfinite(leaf).all()[None] for leaf in jax.tree.leaves(decoded)),
         ]
+        # Computed on the worker: the server would have to decode each message, under its lock.
         is_finite = update.is_finite & jnp.concatenate(finite)
         unsent = _norm(memory.unsent) / jnp.maximum(
             _norm(update.grads), jnp.finfo(jnp.float32).tiny

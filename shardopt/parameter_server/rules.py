@@ -213,6 +213,7 @@ def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0)
         velocity = jax.tree.map(
             lambda m, b: jnp.where(is_nth, momentum * m + b / every, m), state.momentum, buffer
         )
+        # The shares of N pushes add up to 1: N - 1 times c, and the rest.
         share = jnp.where(is_nth, 1 - (every - 1) * activation, activation) * momentum
         new_grads = jax.tree.map(
             lambda g, m: (g.astype(m.dtype) / every + share.astype(m.dtype) * m).astype(g.dtype),

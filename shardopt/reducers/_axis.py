@@ -95,6 +95,8 @@ def agreeing_cond(
         )
         return axes_of_leaves
 
+    # `cond` wants one type for both branches. An exact mean is invarying, and a result that no
+    # collective touched still varies.
     common_axes = [
         true_axes | false_axes
         for true_axes, false_axes in zip(varying_axes(if_true), varying_axes(if_false), strict=True)
@@ -139,6 +141,8 @@ def _all_to_all_kept(array: jax.Array, axis_name: AxisName) -> jax.Array:
     received = bits
     for hop in range(1, num_devices):
         row = jax.lax.dynamic_index_in_dim(bits, (index + hop) % num_devices)
+        # On hop h each device sends the row of the device h places on, and gets one from h places
+        # back. After N - 1 hops it has its row from all others; its own row never left.
         moves = [(device, (device + hop) % num_devices) for device in range(num_devices)]
         row = jax.lax.ppermute(row, axis_name, moves)
         source = (index - hop) % num_devices
@@ -160,6 +164,7 @@ def _all_gather_kept(array: jax.Array, axis_name: AxisName) -> jax.Array:
     zeros = jnp.zeros((num_devices, *bits.shape[1:]), bits.dtype)
     index = jax.lax.axis_index(axis_name)
     rows = jax.lax.dynamic_update_index_in_dim(zeros, bits, index, 0)
+    # Each element is a number once and zero on all other devices, so the sum of bits is exact.
     return _from_bits(jax.lax.psum(rows, axis_name), array.dtype)
 
 
@@ -211,6 +216,8 @@ def _from_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
 def _all_to_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
     def axis_by_axis(names):
         sizes = [jax.lax.axis_size(name) for name in names]
+        # Row i of N goes to device i; along several axes i is a tuple of indices, the first axis
+        # major.
         grid = x.reshape(*sizes, *x.shape[1:])
         for dim, name in enumerate(names):
             grid = jax.lax.all_to_all(grid, name, dim, dim, tiled=True)

@@ -62,6 +62,7 @@ class Compressor(NamedTuple):
         message, state = codec.write(
             values, [real_dtype(leaf.dtype) for leaf in leaves], memory.state
         )
+        # The sender decodes its own message: the receiver sees exactly this, so the rest is unsent.
         decoded_grads = self.decode(message, grads)
         unsent = ()
         if codec.error_feedback:

@@ -105,7 +105,9 @@ def error_feedback(reducer: Reducer) -> Reducer:
                 )
             )
         mean, residual, inner = reducer.transmit(grads, state.memory.value, state.inner, axis_name)
+        # The memory of a step with a NaN would carry it into all later steps.
         new_state = keep_if_finite(mean, ErrorFeedbackState(ErrorFeedback(residual), inner), state)
+        # Zeros: nothing is left for a wrapper outside of this one.
         return mean, wide_zeros(grads), new_state
 
     codec = None if reducer.codec is None else reducer.codec._replace(error_feedback=True)

@@ -45,6 +45,8 @@ class Grid(NamedTuple):
         split_shape: list[int] = []
         middle_dims: list[int] = []
         first = last = 0
+        # Each dim becomes [the rest, length if it holds the rows, N if it is dealt out]. N is the
+        # innermost: so each shard of the partitioner has numbers for every device.
         for dim, size in enumerate(self.shape):
             inner: list[int] = []
             if dim == self.row_dim:
@@ -85,6 +87,8 @@ def grid_of(array: jax.Array, codec: Codec, num_devices: int, num_shards: int) -
     best = None
     fewest = float(array.dtype.itemsize)
     for device_dim, size in enumerate(array.shape):
+        # gcd: whether the partitioner shards this dim is not known here, so its shards must fit
+        # either way.
         if not size or size % (num_devices * math.gcd(size, num_shards)):
             continue
         for row_dim, row_size in enumerate(array.shape):

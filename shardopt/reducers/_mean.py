@@ -249,6 +249,7 @@ def means_of(
         codec = codec_of(key)
         if codec is not None:
             return two_phase_mean(flat, codec, axis_name)
+        # No residual: nothing is rounded below the dtype of the sums.
         return all_reduce_padded(flat, axis_name, num_devices) / num_devices, jnp.zeros_like(flat)
 
     def average_in_shape(value: jax.Array, key: Any) -> tuple[jax.Array, jax.Array]:
@@ -328,6 +329,7 @@ def two_phase_mean(
     n = flat.size
     length = _chunk_length(n, num_devices, codec)
     rows = jnp.pad(flat, (0, num_devices * length - n)).reshape(num_devices, length)
+    # The last chunks are padded. Zeros would lower the mean magnitude of `sign`.
     num_valid = jnp.asarray(np.clip(n - np.arange(num_devices) * length, 0, length), jnp.int32)
     valid = jnp.arange(length)[None, :] < num_valid[:, None]
     means, residual = _mean_of_rows(
@@ -360,16 +362,25 @@ def _mean_of_rows(
     num_devices = size_of(axis_name)
     dtype = rows.dtype
     device_index = jax.lax.axis_index(axis_name)
+    # [N, 1, ...]: true for the row of this device.
     is_owned = jnp.arange(num_devices) == device_index
     is_owned = is_owned.reshape(num_devices, *[1] * (rows.ndim - 1))
     owned_row = jax.lax.dynamic_slice_in_dim(rows, device_index, 1)
 
+    # Three devices, N = 3; x_d[c] is chunk c of device d:
+    #
+    #            device 0               device 1               device 2
+    # has        x_0[0] x_0[1] x_0[2]   x_1[0] x_1[1] x_1[2]   x_2[0] x_2[1] x_2[2]
+    # phase 1    C(x_d[0]) of all d     C(x_d[1])              C(x_d[2])              all-to-all
+    # owns       m_0                    m_1                    m_2
+    # phase 2    C(m_0) C(m_1) C(m_2)   the same               the same               all-gather
     parts = codec.encode(rows, valid)
     received_rows = codec.decode(all_to_all(parts, axis_name), length, dtype)
     owned_valid = jax.lax.dynamic_slice_in_dim(valid, device_index, 1)
     # A codec may decode padding to a nonzero number, which must not count in the mean.
     chunk_mean = jnp.where(
         owned_valid,
+        # The own row was never sent, so it is not rounded either.
         jnp.where(is_owned, owned_row, received_rows).sum(axis=0, keepdims=True) / num_devices,
         0,
     )
@@ -377,6 +388,8 @@ def _mean_of_rows(
     means = codec.decode(all_gather(encoded_mean, axis_name), length, dtype)
 
     sending_error = rows - codec.decode(parts, length, dtype)
+    # Times N: the memories of all devices add up to an error of the sum, and one device alone knows
+    # this error of the mean.
     mean_error = num_devices * (chunk_mean - codec.decode(encoded_mean, length, dtype))
     return means, jnp.where(is_owned, mean_error, sending_error)
 

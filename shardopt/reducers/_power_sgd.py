@@ -211,8 +211,11 @@ def _power_iteration(
         dtype if q is None else value.dtype
         for value, dtype, q in zip(values, dtypes, factors, strict=True)
     ]
+    # P is linear in M, so the mean of the products is the product of the mean. A Q that each device
+    # had for itself would break that, so Q is the same on all.
     means, residuals = mean_of(projections, wire_dtypes, axis_name)
     compressed = [i for i, q in enumerate(factors) if q is not None]
+    # Each device orthogonalises the same P, so no device has to send its basis.
     bases = {i: _basis(means[i]) for i in compressed}
     mean_factors, _ = mean_of(
         [_product("lac,lar->lcr", matrices[i], bases[i]) for i in compressed],
@@ -318,6 +321,7 @@ def _basis(x: jax.Array) -> jax.Array:
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    # On a TPU the default rounds fp32 factors to bf16. A mean of low rank would then not be exact.
     return jnp.einsum(equation, a, b, precision=jax.lax.Precision.HIGHEST)
 
 

@@ -60,6 +60,7 @@ def make_reducer(
                 value + residual
                 for value, residual in zip(values, widen(jax.tree.leaves(memory)), strict=True)
             ]
+        # The memory is added before compression, so what is left out now is sent later.
         means, residuals, new_state = send(
             values, [real_dtype(leaf.dtype) for leaf in leaves], state, axis_name
         )

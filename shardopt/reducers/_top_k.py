@@ -84,6 +84,8 @@ class _TopK:
         sent_indices = self._indices(values)
         means, sent_entries = _mean_of_entries(values, sent_indices, dtypes, axis_name)
         residuals = [
+            # What is sent leaves the residual: 0 where it was exact, else the rounding to the
+            # wire's dtype.
             value.reshape(-1).at[indices].add(-entries).reshape(value.shape)
             for value, indices, entries in zip(values, sent_indices, sent_entries, strict=True)
         ]
@@ -92,6 +94,7 @@ class _TopK:
     def write(self, values: Values, dtypes: Dtypes, state: PyTree) -> tuple[PyTree, PyTree]:
         sent_indices = self._indices(values)
         message = [
+            # The same entries as `send`, without the mean over an axis.
             (indices.astype(jnp.uint32), value.reshape(-1)[indices].astype(dtype))
             for value, indices, dtype in zip(values, sent_indices, dtypes, strict=True)
         ]
@@ -142,6 +145,7 @@ def _mean_of_entries(
     num_devices = size_of(axis_name)
     wire_entries = [values[i].reshape(-1)[sent_indices[i]].astype(dtypes[i]) for i in nonempty]
     wire_indices = [sent_indices[i].astype(jnp.uint32) for i in nonempty]
+    # All leaves in one call: there is one gather for each dtype.
     received = all_gather_packed(
         [array[None] for array in [*wire_indices, *wire_entries]], axis_name
     )

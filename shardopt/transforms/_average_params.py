@@ -27,8 +27,8 @@ def average_params(
 
     Put it last in the chain, so that it sees the new parameters.
 
-    Let p_1, p_2, ... be the parameters after steps start + every, start + 2 every, ... After n of
-    them the average is
+    Let p_1, p_2, ... be the parameters after steps start + every, start + 2 every, ... The average
+    takes in one after another.
 
     Args:
       decay: the share of the old average that stays, above 0 and below 1, for each p_n.
@@ -55,6 +55,8 @@ def average_params(
       ...     params = optax.apply_updates(params, updates)
       >>> float(params), round(float(state[1].average), 4)  # (0.5 * 2 + 1 * 1) / 1.5
       (1.0, 1.3333)
+
+    After n of them the average is
 
         a_n = a_{n-1} + w_n (p_n - a_{n-1})    with    w_n = (1 - decay) / (1 - decay^n).
 

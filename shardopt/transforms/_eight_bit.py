@@ -154,6 +154,7 @@ class _EightBit:
     ) -> tuple[PyTree, EightBitState]:
         codes, treedef = jax.tree.flatten(state.state)
         scales = treedef.flatten_up_to(state.scales)
+        # Which leaves are codes is read from the state: a leaf without a scale is stored as it is.
         pairs = zip(self.signs_of(state.state, updates), scales, strict=True)
         signs = [None if scale is None else sign for sign, scale in pairs]
         leaves = [
@@ -219,6 +220,7 @@ def tile_of(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
     ]
     tile = [1] * len(shape)
     for dim in [*shorter_dims, longest]:
+        # n & -n: the largest power of two that divides n.
         tile[dim] = min(size // math.prod(tile), shape[dim] & -shape[dim])
     return tuple(tile)
 
@@ -228,6 +230,7 @@ def _encoded(
 ) -> tuple[jax.Array, jax.Array]:
     tiles, dims = _tiles(leaf, tile)
     scales = jnp.max(jnp.abs(tiles), dims, keepdims=True)
+    # A block of zeros has scale 0, and 0 / 0 is NaN, which has no code.
     normalized = tiles / jnp.where(scales > 0, scales, jnp.ones_like(scales))
     codes = encode(normalized, signed=signed).reshape(leaf.shape)
     return codes, scales.reshape(

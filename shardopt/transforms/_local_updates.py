@@ -141,6 +141,8 @@ def local_updates(
         )
 
         def synchronise(inner_updates, shared_params, outer_state):
+            # Parameters are averaged and not updates: devices have parted, and the mean brings them
+            # together.
             mean, _ = exact().reduce(optax.apply_updates(old_params, inner_updates), (), axis_name)
             if outer_tx is None:
                 new_params = mean
@@ -156,6 +158,8 @@ def local_updates(
             )
             return updates, shared_params, outer_state
 
+        # A branch and not a select: the collective of `synchronise` runs only on the steps that
+        # need it.
         results = inner_updates, state.shared_params, state.outer
         if isinstance(sync_every, int) and sync_every == 1:
             results = synchronise(*results)

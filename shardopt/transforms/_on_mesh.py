@@ -118,6 +118,7 @@ class _ChainOnMesh:
             axis_name=self.axis_name,
             axis_size=self.mesh.shape[self.axis_name],
         )
+        # vmap stacks every leaf. Those without a mark are equal on all devices, so one copy stays.
         state = map_by_mark(stacked_init(params), _unchanged, lambda leaf: leaf[0])
 
         def place(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -364,6 +365,8 @@ def per_device_grads(
             if own_params:
                 device_arrays = device_part(arrays)
             else:
+                # Types are checked here, and jax would sum the gradient of an invarying parameter
+                # over devices.
                 device_arrays = jax.lax.pcast(arrays, axis_name, to="varying")
             device_leaves = replaced(leaves, places, device_arrays)
             value, grads = value_and_grad(treedef.unflatten(device_leaves), *batch)

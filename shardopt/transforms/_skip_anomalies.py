@@ -168,6 +168,8 @@ def skip_anomalies(
 
         if value is not None:
             extra_args["value"] = value
+        # The update always runs and a select drops its results: devices send the same in every
+        # step.
         inner_updates, inner_state = tx.update(updates, state.inner, params, **extra_args)
         # x + -0.0 has the bits of x, and -0.0 + 0.0 has not the bits of -0.0
         inner_updates = jax.tree.map(
@@ -178,7 +180,10 @@ def skip_anomalies(
             lambda old, new: jnp.where(skipped, old, new), state.inner, inner_state
         )
 
+        # After many spikes in a row the level has changed: the window begins again at the new
+        # level.
         num_before = jnp.where(resigned, 0, state.num_taken)
+        # A ring: the newest loss overwrites the oldest. A skipped step overwrites none.
         place = (jnp.arange(window) == num_before % window) & ~skipped
         counted = skipped.astype(jnp.int32)
         skipped_in_a_row = counted * (state.skipped_in_a_row + 1)

@@ -83,6 +83,8 @@ def stochastic_round(
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         leaves, treedef = jax.tree.flatten(inner_updates)
         rounded_updates = [
+            # By the number of the leaf, and over its global shape: the bits do not depend on the
+            # mesh.
             _rounded_update(jax.random.fold_in(key, i), p, u) if p.dtype == jnp.bfloat16 else u
             for i, (p, u) in enumerate(zip(treedef.flatten_up_to(params), leaves, strict=True))
         ]
@@ -104,6 +106,9 @@ def _rounded_update(key: jax.Array, param: jax.Array, update: jax.Array) -> jax.
     old_param = param.astype(jnp.float32)
     new_param = old_param + update.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(new_param, jnp.uint32)
+    # bfloat16 is the upper half of a float32. Random bits added to the lower half carry into the
+    # upper half with a probability of lower / 2^16, which makes the rounding unbiased.
     noise = jax.random.bits(key, new_param.shape, jnp.uint16).astype(jnp.uint32)
     rounded = jax.lax.bitcast_convert_type((bits + noise) & jnp.uint32(0xFFFF0000), jnp.float32)
+    # A carry could run through all bits of a NaN and leave -0.
     return jnp.where(jnp.isfinite(new_param), rounded, new_param) - old_param

@@ -73,9 +73,12 @@ class ByConstraints:
         state = self.watched(state, mesh)
         specs = self.specs(updates, mesh)
         state_specs = self.specs(state, mesh)
+        # Updates leave the optimizer whole along the axis, since parameters are.
         unsharded = jax.tree.map(self.unsharded_spec, specs)
 
         def run(mesh: Mesh | AbstractMesh, updates: PyTree, state: PyTree, params: PyTree, extra):
+            # From here to the last constraint, every elementwise operation runs on 1/N of the
+            # numbers.
             updates = _constrain(updates, specs, mesh)
             state = _constrain(state, state_specs, mesh)
             updates, state = self.tx.update(updates, state, params, **extra)
@@ -100,6 +103,8 @@ class ByConstraints:
             dim = largest_divisible_dim(leaf.shape, mesh.shape[self.axis_name], entries)
             if dim is not None and self.axis_name not in spec_axes(spec):
                 entries[dim] = self.axis_name
+            # FREE and not None: None would gather a dim that the partitioner shards over another
+            # axis.
             return PartitionSpec(*[FREE if entry is None else entry for entry in entries])
 
         return jax.tree.map(leaf_spec, tree)

@@ -49,6 +49,8 @@ class ByShards:
     ) -> tuple[PyTree, ZeroState]:
         self.check_averaged(updates)
         device = number_of_device(self.axis_name)
+        # The update needs whole arrays, because no transformation is written for shards. So the
+        # memory of the whole state is needed during the update, and saved between steps.
         if isinstance(state, ZeroState):
             shapes = abstract(updates if params is None else params)
             check_form(state, jax.eval_shape(self.init, shapes))
@@ -79,6 +81,7 @@ class ByShards:
 
         def shard_of(leaf: jax.Array) -> jax.Array:
             length = -(-leaf.size // size)
+            # Flat and padded: any leaf can be cut, whatever its dims.
             rows = jnp.pad(leaf.reshape(-1), (0, length * size - leaf.size)).reshape(size, length)
             return jax.lax.dynamic_index_in_dim(rows, index, keepdims=False)
 
@@ -97,6 +100,7 @@ class ByShards:
                 leaves.append(next(unsharded))
                 continue
             shard = state.shards.value[str(i)]
+            # Under `check_vma=True` the type must say that all devices have the gathered value.
             to = "invarying" if varying(shard) else "varying"
             flat = jax.lax.all_gather(shard, self.axis_name, tiled=True, to=to)
             leaves.append(flat[: math.prod(leaf_like.shape)].reshape(leaf_like.shape))
