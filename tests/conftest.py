@@ -22,11 +22,13 @@ os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).st
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from jaxtyping import install_import_hook
+from support.shapes import check_outer
 
 # These packages annotate shapes. Elsewhere bad input must meet shardopt's own checks, as it does
 # for users.
 install_import_hook(
-    ["shardopt.collectives", "shardopt.models", "shardopt.data"], "beartype.beartype"
+    ["shardopt.collectives", "shardopt.models", "shardopt.data"],
+    f"{check_outer.__module__}.{check_outer.__name__}",
 )
 
 import jax

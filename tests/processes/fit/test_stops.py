@@ -2,13 +2,9 @@
 on disk, and all checkpoints are whole.
 """
 
-import contextlib
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,8 +12,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from support.flags import QUICK_TO_COMPILE
-from support.paths import ROOT
+from support.processes import Fork
 from support.stops import NUM_STEPS, batch_of, loss_fn
 
 import shardopt as so
@@ -52,31 +47,6 @@ def draw_cases():
 
 
 @pytest.fixture(scope="module")
-def start():
-    """Return a function from a folder and a phase to the id of a run."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": " ".join(QUICK_TO_COMPILE)}
-    worker = subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(WORKER)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-
-    def send(folder, phase):
-        worker.stdin.write(json.dumps([str(folder), phase]) + "\n")
-        worker.stdin.flush()
-        return int(worker.stdout.readline())
-
-    send.end = lambda: os.waitstatus_to_exitcode(int(worker.stdout.readline()))
-    yield send
-    worker.stdin.close()
-    worker.wait(60)
-    worker.stdout.close()
-
-
-@pytest.fixture(scope="module")
 def parameters():
     """Return the parameters after each step of an undisturbed run, by step."""
     opt = so.ddp(optax.adam(0.05), so.make_mesh(devices=jax.devices()[:1]), loss_fn)
@@ -107,19 +77,12 @@ def steps_on_disk(folder):
     return {int(name) for name in names if name.isdigit()}
 
 
-def is_running(process):
-    """Return whether a process runs; one that ended and was not waited for does not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.parametrize(("phase", "seconds", "number"), draw_cases())
 def test_the_last_finished_step_is_on_disk_three_seconds_after_a_signal(
-    start, parameters, tmp_path, phase, seconds, number
+    parameters, tmp_path, phase, seconds, number
 ):
-    process = start(tmp_path, phase)
+    log = tmp_path / "log"
+    process = Fork(WORKER, [tmp_path, phase], log, log)
     arrived = tmp_path / "arrived"
     try:
         assert wait_for(arrived.exists, 300)
@@ -131,19 +94,17 @@ def test_the_last_finished_step_is_on_disk_three_seconds_after_a_signal(
             newer_steps = {step for step in steps_on_disk(tmp_path / "run") if step > newest_step}
             return bool(newer_steps) and max(newer_steps) >= finished_step
 
-        os.kill(process, number)
+        os.kill(process.pid, number)
         # The kill comes as soon as the step is saved, and may hit the steps after it.
-        wait_for(lambda: not is_running(process) or is_saved(), grace())
+        wait_for(lambda: process.poll() is not None or is_saved(), grace())
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-        exit_code = start.end()  # or the next test takes it for the id of its run
-    assert exit_code in (0, -signal.SIGKILL), (tmp_path / "log").read_text()
+        process.kill()
+    assert process.returncode in (0, -signal.SIGKILL), log.read_text()
 
     opt = so.ddp(optax.adam(0.05), so.make_mesh(devices=jax.devices()[:1]), loss_fn)
     opt.abstract_state({"w": np.zeros(4, np.float32)})
     with so.Checkpoints(tmp_path / "run", every=4, keep=3) as checkpoints:
-        assert checkpoints.latest() >= finished_step, (tmp_path / "log").read_text()
+        assert checkpoints.latest() >= finished_step, log.read_text()
         for step in checkpoints.steps():
             state, extra = checkpoints.restore(opt, step=step)
             assert (int(state.step), extra["batches"]["drawn"]) == (step, step)

@@ -2,12 +2,8 @@
 have finished is on disk.
 """
 
-import contextlib
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,8 +11,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from support.flags import QUICK_TO_COMPILE
-from support.paths import ROOT
+from support.processes import Fork, free_port
 from support.stops import batch_of, loss_fn
 from support.tiers import tiered
 
@@ -46,20 +41,11 @@ QUICK = [("data_sleep", "0"), ("evaluate_batches", "01")]
 
 def start(folder, phase, blocked):
     """Start both processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    flags = " ".join(QUICK_TO_COMPILE)
-    environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    processes = []
-    for rank in range(2):
-        words = [str(WORKER), str(rank), str(port), str(folder), phase, blocked]
-        with (folder / f"log-{rank}").open("w") as log:
-            processes.append(
-                subprocess.Popen([sys.executable, *words], env=environment, stdout=log, stderr=log)
-            )
-    return processes
+    port = free_port()
+    return [
+        Fork(WORKER, [rank, port, folder, phase, blocked], *[folder / f"log-{rank}"] * 2)
+        for rank in range(2)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -87,9 +73,7 @@ def test_the_last_step_of_both_is_on_disk_after_a_signal_to_one(tmp_path, phase,
             assert [process.wait(120) for process in processes] == [0, 0], texts()
     finally:
         for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            process.wait()
+            process.kill()
     opt = so.ddp(optax.adam(0.05), so.make_mesh(devices=jax.devices()[:1]), loss_fn)
     opt.abstract_state({"w": np.zeros(4, np.float32)})
     state = opt.init({"w": np.zeros(4, np.float32)})

@@ -1,18 +1,14 @@
-"""Runs that get a signal: `python worker_stopped.py` reads lines of JSON, [FOLDER, PHASE].
+"""A run that gets a signal: `python worker_stopped.py FOLDER PHASE`.
 
-Each line is a run in a fork, so that jax is imported once. The id of the fork is printed. When the
-run is in the phase, FOLDER/arrived has the step that it has finished. See test_stops.py.
+When the run is in the phase, FOLDER/arrived has the step that it has finished. See test_stops.py.
 """
 
 import contextlib
 import ctypes
 import json
-import os
 import queue
-import signal
 import sys
 import time
-import traceback
 from pathlib import Path
 
 import jax
@@ -238,29 +234,6 @@ def train(folder, phase, *, run_type=Run, is_blocked=True, rows=lambda batches: 
     print(json.dumps([result.step, result.stopped]), flush=True)
 
 
-def main():
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 2)
-    for line in sys.stdin:
-        folder, phase = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            # a shell starts programs in the background so that they ignore it
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            log = os.open(Path(folder) / "log", os.O_WRONLY | os.O_CREAT)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            code = 1
-            try:
-                train(folder, phase)
-                code = 0
-            except BaseException:
-                traceback.print_exc()
-            sys.stdout.flush()
-            os._exit(code)
-        print(child, flush=True)
-        print(os.waitpid(child, 0)[1], flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    jax.config.update("jax_num_cpu_devices", 2)
+    train(*sys.argv[1:])
