@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.checkpoint._tree import LeafPath, leaves_by_path, show
-from shardopt.core import DamagedCheckpointError, PyTree, error_text
+from shardopt.core import Arrays, DamagedCheckpointError, PyTree, error_text
 from shardopt.core._checksum import checksum
 from shardopt.mesh import without_mesh
 
@@ -36,7 +36,7 @@ def leaf_sums(state: PyTree) -> LeafSums:
     }
 
 
-def _sums(leaves: list[jax.Array]) -> jax.Array:
+def _sums(leaves: Arrays) -> jax.Array:
     return jnp.stack([checksum(leaf) for leaf in leaves])
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardopt.core import replaced
+from shardopt.core import Arrays, replaced
 from shardopt.mesh import device_kind
 
 MeshAxes = str | tuple[str, ...]
@@ -33,7 +33,7 @@ def all_gather_buckets(
     gather: Callable[[jax.Array, MeshAxes, int], jax.Array],
     *,
     bucket_bytes: int,
-) -> list[jax.Array]:
+) -> Arrays:
     """Return every x all-gathered on its dim, with one call of `gather(x, axis, dim)` for each
     bucket.
 
@@ -44,7 +44,7 @@ def all_gather_buckets(
     # One gather of rows holds all leaves; their columns are cut apart again.
     num_shards = jax.lax.axis_size(axis)
 
-    def gather_bucket(bucket: list[jax.Array], dims: list[int]) -> list[jax.Array]:
+    def gather_bucket(bucket: Arrays, dims: list[int]) -> Arrays:
         rows = gather(_flatten_rows([x[None] for x in bucket]), axis, 0)  # [n, all elements]
         parts = jnp.split(rows, split_points([x.size for x in bucket]), axis=1)
         return [
@@ -65,13 +65,13 @@ def reduce_scatter_buckets(
     scatter: Callable[[jax.Array, MeshAxes, int], jax.Array],
     *,
     bucket_bytes: int,
-) -> list[jax.Array]:
+) -> Arrays:
     """Return this device's shard of the sum of every x, with one call of `scatter(x, axis, dim)`
     for each bucket.
     """
     num_shards = jax.lax.axis_size(axis)
 
-    def scatter_bucket(bucket: list[jax.Array], dims: list[int]) -> list[jax.Array]:
+    def scatter_bucket(bucket: Arrays, dims: list[int]) -> Arrays:
         all_shard_rows = [
             shards_of(x, dim, num_shards) for x, dim in zip(bucket, dims, strict=True)
         ]
@@ -95,7 +95,7 @@ def reduce_scatter_buckets(
     )
 
 
-def all_reduce_buckets(xs: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
+def all_reduce_buckets(xs: Sequence[jax.Array], axes: tuple[str, ...]) -> Arrays:
     """Return every x summed over mesh axes, with one all-reduce for each bucket of small leaves.
 
     Within one process each leaf has its own all-reduce, and XLA:CPU joins them itself. If they were
@@ -103,7 +103,7 @@ def all_reduce_buckets(xs: Sequence[jax.Array], axes: tuple[str, ...]) -> list[j
     would take 1.5 times as long to compile.
     """
 
-    def reduce_bucket(bucket: list[jax.Array], _: Sequence[int]) -> list[jax.Array]:
+    def reduce_bucket(bucket: Arrays, _: Sequence[int]) -> Arrays:
         sums = jax.lax.psum(_flatten_rows([x[None] for x in bucket])[0], axes)
         parts = jnp.split(sums, split_points([x.size for x in bucket]))
         return [part.reshape(x.shape) for part, x in zip(parts, bucket, strict=True)]
@@ -119,7 +119,7 @@ def all_reduce_buckets(xs: Sequence[jax.Array], axes: tuple[str, ...]) -> list[j
 
 def real_parts(
     xs: Sequence[jax.Array],
-) -> tuple[list[jax.Array], Callable[[list[jax.Array]], list[jax.Array]]]:
+) -> tuple[Arrays, Callable[[Arrays], Arrays]]:
     """Return arrays with each complex one as its real and its imaginary part, and the inverse.
 
     XLA:CPU aborts on a sum over devices of complex zeros, such as the gradient of a parameter that
@@ -130,7 +130,7 @@ def real_parts(
     for x, has_parts in zip(xs, is_complex, strict=True):
         parts += [x.real, x.imag] if has_parts else [x]
 
-    def join(parts: list[jax.Array]) -> list[jax.Array]:
+    def join(parts: Arrays) -> Arrays:
         remaining = iter(parts)
         return [
             jax.lax.complex(next(remaining), next(remaining)) if has_parts else next(remaining)
@@ -145,8 +145,8 @@ def _move_in_buckets(
     dims: Sequence[int],
     limit: int,
     move_leaf: Callable[[jax.Array, int], jax.Array],
-    move_bucket: Callable[[list[jax.Array], list[int]], list[jax.Array]],
-) -> list[jax.Array]:
+    move_bucket: Callable[[Arrays, list[int]], Arrays],
+) -> Arrays:
     """Move leaves in buckets of one dtype and at most `limit` bytes.
 
     Except on CPU, move each leaf separately.

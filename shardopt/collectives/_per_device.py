@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr
 from jax.sharding import Mesh, PartitionSpec
 
 from shardopt.collectives._buckets import all_reduce_buckets
-from shardopt.core import PyTree
+from shardopt.core import Arrays, PyTree
 from shardopt.mesh import mesh_under_trace, spec_axes, trace_without_mesh
 from shardopt.trace._jaxprs import equations
 
@@ -96,9 +96,7 @@ def has_auto_tensor() -> bool:
     return TENSOR in mesh_under_trace().auto_axes
 
 
-def constrain_tensor(
-    leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]
-) -> list[jax.Array]:
+def constrain_tensor(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> Arrays:
     """Constrain local arrays to their `specs` over tensor, if tensor is left to the partitioner."""
     if not has_auto_tensor():
         return list(leaves)
@@ -109,7 +107,7 @@ def constrain_tensor(
 
 def all_reduce(
     leaves: Sequence[jax.Array], axes: Sequence[str], specs: Sequence[PartitionSpec] | None = None
-) -> list[jax.Array]:
+) -> Arrays:
     """Sum local arrays over mesh axes.
 
     Args:
@@ -125,10 +123,10 @@ def all_reduce(
 
 
 def shard_by_shard(
-    f: Callable[[list[jax.Array]], list[jax.Array]],
+    f: Callable[[Arrays], Arrays],
     leaves: Sequence[jax.Array],
     specs: Sequence[PartitionSpec],
-) -> list[jax.Array]:
+) -> Arrays:
     """Apply a collective to leaves in a nested region that is manual over the tensor axis as well.
 
     The partitioner does not split a manual collective over an axis that is left to it: it would

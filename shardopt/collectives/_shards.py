@@ -27,7 +27,7 @@ from shardopt.collectives._tiles import (
     joins_small_matrices,
 )
 from shardopt.collectives._wire import Encoded, LeafWire
-from shardopt.core import cast, is_floating, is_inexact, replaced
+from shardopt.core import Arrays, cast, is_floating, is_inexact, replaced
 from shardopt.core._checksum import checksum_of, to_limbs
 from shardopt.mesh import device_kind, device_kind_or_default
 
@@ -104,7 +104,7 @@ def _gather(shards: Sequence[jax.Array], wires: Sequence[LeafWire], bucket_bytes
     arrays, treedef = jax.tree.flatten([leaf.arrays for leaf in encoded])
     array_wires = [wire for wire, leaf in zip(wires, encoded, strict=True) for _ in leaf.arrays]
 
-    def move(xs: list[jax.Array], dims: list[int], axes: MeshAxes) -> list[jax.Array]:
+    def move(xs: Arrays, dims: list[int], axes: MeshAxes) -> Arrays:
         if joins_small_matrices(axes):
             return gather_joined(xs, dims, axes, _all_gather)
         return all_gather_buckets(xs, dims, axes, _all_gather, bucket_bytes=bucket_bytes)
@@ -130,7 +130,7 @@ def reduce_scatter(
     wires: Sequence[LeafWire],
     *,
     bucket_bytes: int = SMALL_BUCKET_BYTES,
-) -> list[jax.Array]:
+) -> Arrays:
     """Sum local gradients over mesh axes, where each device keeps its shard.
 
     Leaves with dim None stay local.
@@ -154,10 +154,10 @@ def reduce_scatter(
 
 
 def _apply_where_sharded(
-    move: Callable[[list[jax.Array], list[int], MeshAxes], list[jax.Array]],
+    move: Callable[[Arrays, list[int], MeshAxes], Arrays],
     leaves: Sequence[jax.Array],
     wires: Sequence[LeafWire],
-) -> list[jax.Array]:
+) -> Arrays:
     """Apply a collective to the leaves that have a dim, once for all leaves with the same axes.
 
     Return the others as is.
@@ -172,9 +172,7 @@ def _apply_where_sharded(
             continue
 
         # The defaults bind this turn's values; a closure would read the loop's last ones.
-        def run(
-            xs: list[jax.Array], dims: dict[int, int] = dims, axes: MeshAxes = axes
-        ) -> list[jax.Array]:
+        def run(xs: Arrays, dims: dict[int, int] = dims, axes: MeshAxes = axes) -> Arrays:
             return move(xs, list(dims.values()), axes)
 
         moved = shard_by_shard(run, [leaves[i] for i in dims], [wires[i].tensor for i in dims])

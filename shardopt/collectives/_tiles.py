@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from shardopt.collectives._buckets import MeshAxes, split_points
-from shardopt.core import replaced
+from shardopt.core import Arrays, replaced
 from shardopt.mesh import device_kind
 
 Move = Callable[[jax.Array, int], jax.Array]
@@ -74,7 +74,7 @@ def joins_small_matrices(axis: MeshAxes) -> bool:
 
 def gather_joined(
     xs: Sequence[jax.Array], dims: Sequence[int], axis: MeshAxes, gather: Gather
-) -> list[jax.Array]:
+) -> Arrays:
     """Return every x all-gathered on its dim.
 
     Small arrays with as many rows are joined while they are sent.

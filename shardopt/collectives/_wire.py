@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from shardopt.collectives._buckets import MeshAxes
+from shardopt.core import Arrays
 from shardopt.mesh import device_kind
 
 
@@ -19,8 +20,8 @@ class Encoded(NamedTuple):
       decode: makes the leaf, or a node that stands for it, of the gathered arrays.
     """
 
-    arrays: list[jax.Array]
-    decode: Callable[[list[jax.Array]], Any]
+    arrays: Arrays
+    decode: Callable[[Arrays], Any]
 
 
 class WireForm(Protocol):

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from shardopt.collectives import LeafWire
-from shardopt.core import PyTree, Weighted
+from shardopt.core import Arrays, PyTree, Weighted
 from shardopt.core._loss_parts import Gradients, LossParts, StepMetrics
 from shardopt.core._rounding import Rounding
 from shardopt.partition import LeafPlan, Owners
@@ -38,7 +38,7 @@ class StepInputs(NamedTuple):
       piece_rows: the rows of a piece of an evaluation; None: as in a step.
     """
 
-    params: list[jax.Array]
+    params: Arrays
     batch: PyTree
     step: jax.Array | None
     rng: jax.Array | None
@@ -50,7 +50,7 @@ class DeviceLoss(Protocol):
 
     def gradients(
         self, config: StrategyConfig, layout: Layout, inputs: StepInputs
-    ) -> tuple[list[jax.Array], LossParts]:
+    ) -> tuple[Arrays, LossParts]:
         """Return the local gradients of the trained leaves, summed over micro-batches, and loss
         parts [micro_batches, ...].
 
@@ -64,9 +64,7 @@ class DeviceLoss(Protocol):
         """Return the parts of the local loss, [micro_batches, ...]; without keys if rng is None."""
         ...
 
-    def stored_order(
-        self, config: StrategyConfig, layout: Layout, grads: list[jax.Array]
-    ) -> list[jax.Array]:
+    def stored_order(self, config: StrategyConfig, layout: Layout, grads: Arrays) -> Arrays:
         """Return gradients that are summed over devices, in the order of the stored leaves."""
         ...
 
@@ -114,9 +112,7 @@ class Reduce(Protocol):
         """
         ...
 
-    def norm(
-        self, config: StrategyConfig, leaves: list[jax.Array], specs: list[PartitionSpec]
-    ) -> jax.Array:
+    def norm(self, config: StrategyConfig, leaves: Arrays, specs: list[PartitionSpec]) -> jax.Array:
         """Return the Euclidean norm of reduced gradients together, which lie as `specs` say."""
         ...
 
@@ -124,11 +120,11 @@ class Reduce(Protocol):
         self,
         config: StrategyConfig,
         layout: Layout,
-        grads: list[jax.Array],
+        grads: Arrays,
         loss: Weighted,
         state: PyTree,
-        stored_order: Callable[[list[jax.Array]], list[jax.Array]],
-    ) -> tuple[list[jax.Array], PyTree]:
+        stored_order: Callable[[Arrays], Arrays],
+    ) -> tuple[Arrays, PyTree]:
         """Return the gradients of the union batch and the new state, in the per-device view.
 
         Args:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from shardopt.config._transformation import ExtraArgs, call_update
-from shardopt.core import PyTree
+from shardopt.core import Arrays, PyTree
 from shardopt.trace._marks import LOSS, marked
 from shardopt.trace._parts import Trace, inlined, trace_of
 
@@ -50,7 +50,7 @@ def trace_update(update: Callable[..., PyTree], *args: PyTree) -> tuple[Trace, P
     """
     closed, shapes = jax.make_jaxpr(update, return_shape=True)(*args)
 
-    def flat(leaves: list[jax.Array]) -> list[jax.Array]:
+    def flat(leaves: Arrays) -> Arrays:
         return inlined(closed.jaxpr, closed.consts, leaves, keep=(LOSS,))
 
     return trace_of(jax.make_jaxpr(flat)(jax.tree.leaves(args))), shapes

@@ -34,6 +34,7 @@ from shardopt.core._errors import (
     value_error,
 )
 from shardopt.core._types import (
+    Arrays,
     AverageParamsState,
     Devices,
     LeafRole,
@@ -73,6 +74,7 @@ from shardopt.core._types import (
 __all__ = [
     "CORRUPTED",
     "MAX_LISTED",
+    "Arrays",
     "AverageParamsState",
     "BlockModel",
     "CheckpointError",

@@ -15,6 +15,7 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 
 PyTree = Any
+Arrays = list[jax.Array]
 Devices = Sequence[jax.Device]
 _Leaf = TypeVar("_Leaf")
 _State = TypeVar("_State")

@@ -12,7 +12,17 @@ import optax
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._transformation import ExtraArgs, call_update
-from shardopt.core import Max, Min, PyTree, Sum, Updated, Weighted, is_floating, leaves_with_paths
+from shardopt.core import (
+    Arrays,
+    Max,
+    Min,
+    PyTree,
+    Sum,
+    Updated,
+    Weighted,
+    is_floating,
+    leaves_with_paths,
+)
 from shardopt.diagnose._piece_loss import PieceLoss
 from shardopt.mesh import without_mesh
 from shardopt.transforms._skip_anomalies import unless_skipped
@@ -51,7 +61,7 @@ class OneDevice:
         """Return the loss and metrics that an evaluation reports."""
         return self._run(jax.jit(functools.partial(self._evaluate, self._evaluated)), params, batch)
 
-    def differentiate(self, params: PyTree, batch: PyTree) -> tuple[Evaluation, list[jax.Array]]:
+    def differentiate(self, params: PyTree, batch: PyTree) -> tuple[Evaluation, Arrays]:
         """Return the loss of a step, and the gradients of the trained leaves."""
         return self._run(self._differentiate, params, batch)
 
@@ -101,7 +111,7 @@ class OneDevice:
         return self.layout.merge(self.layout.treedef.flatten_up_to(params), cast)
 
     @functools.cached_property
-    def _differentiate(self) -> Callable[..., tuple[Evaluation, list[jax.Array]]]:
+    def _differentiate(self) -> Callable[..., tuple[Evaluation, Arrays]]:
         def differentiate(params, batch):
             leaves = self.layout.treedef.flatten_up_to(params)
 

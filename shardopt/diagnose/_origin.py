@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from shardopt.core import is_inexact, is_key
+from shardopt.core import Arrays, is_inexact, is_key
 from shardopt.trace._jaxprs import CHECKPOINTS, constants_of, jaxpr_params, open_jaxpr
 from shardopt.trace._parts import Trace, inputs_of, part_of
 from shardopt.trace._walk import Equations, Walk, scan_parts, while_parts
@@ -136,9 +136,7 @@ class _Evaluation:
     """
 
     count: int = 0
-    programs: dict[int, Callable[..., list[list[jax.Array]]]] = dataclasses.field(
-        default_factory=dict
-    )
+    programs: dict[int, Callable[..., list[Arrays]]] = dataclasses.field(default_factory=dict)
 
     def run(
         self, jaxpr: ClosedJaxpr | Jaxpr, operands: Sequence[Value], turns: Turns
@@ -260,7 +258,7 @@ class _Evaluation:
 
 def _results(
     jaxpr: ClosedJaxpr | Jaxpr, operands: Sequence[jax.Array]
-) -> tuple[list[Any], list[list[jax.Array]]]:
+) -> tuple[list[Any], list[Arrays]]:
     """Return the results of a function, and of all its equations: an equation that calls a function
     gives those inside.
     """
@@ -272,7 +270,7 @@ def _results(
     def read(atom):
         return atom.val if isinstance(atom, Literal) else known[atom]
 
-    all_results: list[list[jax.Array]] = []
+    all_results: list[Arrays] = []
     for i, eqn in enumerate(opened.eqns):
         callee = _callee(eqn)
         if callee is not None:

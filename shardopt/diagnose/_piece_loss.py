@@ -9,7 +9,7 @@ import numpy as np
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
-from shardopt.core import PyTree, error_text
+from shardopt.core import Arrays, PyTree, error_text
 from shardopt.core._block_model import as_block_model, call, run_blocks
 from shardopt.core._loss_parts import LossParts
 from shardopt.core._trace_context import RowContext
@@ -51,7 +51,7 @@ class PieceLoss:
         return num_rows(self.config, self.batch)
 
     @property
-    def leaves(self) -> list[jax.Array]:
+    def leaves(self) -> Arrays:
         """The leaves of the parameters."""
         return self.layout.treedef.flatten_up_to(self.params)
 
@@ -64,7 +64,7 @@ class PieceLoss:
         )
 
     def loss_of(
-        self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None
+        self, leaves: Arrays, batch: PyTree, key: jax.Array | None
     ) -> tuple[jax.Array, PyTree]:
         """Return the loss of some rows, and the new values of frozen leaves."""
         parts = self.parts_of(leaves, batch, key)
@@ -73,7 +73,7 @@ class PieceLoss:
         # the weight of a piece may be 0: the step divides by the weight of all pieces
         return jnp.sum(jnp.stack(jax.tree.leaves(parts.loss.total))), parts.updates
 
-    def parts_of(self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None) -> LossParts:
+    def parts_of(self, leaves: Arrays, batch: PyTree, key: jax.Array | None) -> LossParts:
         """Return the parts of the loss of some rows."""
         wires = [leaf_wire(self.config.wire, plan) for plan in self.layout.plans]
         leaves = [
@@ -126,9 +126,7 @@ class PieceLoss:
             run = _with_axis(run, axis)
         return run(params, batch, key)
 
-    def gradients_of(
-        self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None
-    ) -> list[jax.Array]:
+    def gradients_of(self, leaves: Arrays, batch: PyTree, key: jax.Array | None) -> Arrays:
         """Return the gradients of the trained leaves."""
 
         def loss(trained):

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.config._user_mesh import put_on_auto_axes
-from shardopt.core import PyTree, TrainState, value_error
+from shardopt.core import Arrays, PyTree, TrainState, value_error
 from shardopt.core._checksum import checksum, joined
 from shardopt.losses._metrics import values
 from shardopt.mesh import spec_axes, without_mesh
@@ -309,7 +309,7 @@ def move_program(mesh: Mesh, specs: tuple[PartitionSpec, ...], shift: int) -> ja
     size = mesh.size
     pairs = [(position, (position - shift) % size) for position in range(size)]
 
-    def send(*shards: jax.Array) -> list[jax.Array]:
+    def send(*shards: jax.Array) -> Arrays:
         return [jax.lax.ppermute(shard, mesh.axis_names, pairs) for shard in shards]
 
     return jax.jit(

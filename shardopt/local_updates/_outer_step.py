@@ -12,7 +12,7 @@ from shardopt.collectives import all_reduce, per_device
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.config._transformation import check_updates
-from shardopt.core import PyTree, is_inexact, widened
+from shardopt.core import Arrays, PyTree, is_inexact, widened
 from shardopt.local_updates._state import (
     REPLICA,
     Fragment,
@@ -23,8 +23,6 @@ from shardopt.local_updates._state import (
 )
 from shardopt.partition import LeafPlan
 from shardopt.step._compressed import compress_mean, manual_specs
-
-Leaves = list[jax.Array]
 
 
 class OuterStep:
@@ -55,8 +53,8 @@ class OuterStep:
         )
 
     def send(
-        self, shared_leaves: Leaves, replica_leaves: Leaves, reducer_state: PyTree
-    ) -> tuple[Leaves, PyTree]:
+        self, shared_leaves: Arrays, replica_leaves: Arrays, reducer_state: PyTree
+    ) -> tuple[Arrays, PyTree]:
         """Return the outer gradient, which is the mean over replicas of shared - replica, and the
         new reducer state.
         """
@@ -92,8 +90,8 @@ class OuterStep:
         return run(shared_leaves, replica_leaves, reducer_state)
 
     def apply(
-        self, shared_leaves: Leaves, replica_leaves: Leaves, delta: Leaves, outer_state: PyTree
-    ) -> tuple[Leaves, Leaves, PyTree]:
+        self, shared_leaves: Arrays, replica_leaves: Arrays, delta: Arrays, outer_state: PyTree
+    ) -> tuple[Arrays, Arrays, PyTree]:
         """Return the shared leaves, the replica leaves and the outer state after an outer update of
         this fragment.
         """
@@ -134,7 +132,7 @@ class OuterStep:
         run = per_device(on_device, self.mesh, in_specs=(*specs, self.part_specs), out_specs=specs)
         return *run(shared_leaves, replica_leaves, new_parts), outer_state
 
-    def take_fragment(self, shared_leaves: Leaves) -> Leaves:
+    def take_fragment(self, shared_leaves: Arrays) -> Arrays:
         """Return the parts of the shared parameters that are in the fragment."""
 
         def on_device(shared_leaves):
@@ -149,8 +147,8 @@ class OuterStep:
 
 
 def average(
-    config: StrategyConfig, plans: Sequence[LeafPlan], replica_leaves: Leaves
-) -> tuple[Leaves, Leaves]:
+    config: StrategyConfig, plans: Sequence[LeafPlan], replica_leaves: Arrays
+) -> tuple[Arrays, Arrays]:
     """Return the mean over replicas, both as shared leaves and as replica leaves.
 
     Integer leaves take the maximum.
@@ -179,10 +177,10 @@ def average(
 def average_updated(
     config: StrategyConfig,
     layout: Layout,
-    shared_leaves: Leaves,
-    replica_leaves: Leaves,
+    shared_leaves: Arrays,
+    replica_leaves: Arrays,
     paths: Collection[str],
-) -> tuple[Leaves, Leaves]:
+) -> tuple[Arrays, Arrays]:
     """Average the frozen leaves that the loss itself updates (`so.losses.Updated`) over replicas.
 
     Return all leaves.
@@ -201,8 +199,8 @@ def average_updated(
 
 
 def unstack_equal_replicas(
-    config: StrategyConfig, layout: Layout, replica_leaves: Leaves
-) -> Leaves:
+    config: StrategyConfig, layout: Layout, replica_leaves: Arrays
+) -> Arrays:
     """Return replica leaves as shared leaves, without communication; all replicas must be equal."""
     specs, replica_specs = _specs(config, layout.plans)
 

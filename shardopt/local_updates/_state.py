@@ -15,7 +15,7 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._sync import SyncConfig
 from shardopt.config._transformation import refuse_unsupported
-from shardopt.core import PyTree, TrainState
+from shardopt.core import Arrays, PyTree, TrainState
 from shardopt.partition import LeafPlan, shard_axes, state_specs
 from shardopt.step._compressed import (
     CompressedOptState,
@@ -211,7 +211,7 @@ def fragment_plans(local_layout: LocalLayout, fragment: Fragment) -> list[LeafPl
 
 
 def first_opt_state(
-    local_layout: LocalLayout, params: PyTree, opt_state: PyTree, parts: list[list[jax.Array]]
+    local_layout: LocalLayout, params: PyTree, opt_state: PyTree, parts: list[Arrays]
 ) -> ReplicaStates:
     """Return the first optimizer state, when all replicas are equal.
 

@@ -15,10 +15,9 @@ from jax.sharding import PartitionSpec
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.config._sync import SyncConfig
-from shardopt.core import Max, Min, PyTree, Sum, TrainState, format_error
+from shardopt.core import Arrays, Max, Min, PyTree, Sum, TrainState, format_error
 from shardopt.core._loss_parts import Gradients, StepMetrics
 from shardopt.local_updates._outer_step import (
-    Leaves,
     OuterStep,
     average,
     average_updated,
@@ -296,8 +295,8 @@ class _VariantStep:
         return update_replicas(replicas.params.value, replicas.optimizer.value, results)
 
     def send(
-        self, number: int, shared_leaves: Leaves, replica_leaves: Leaves, replicas: ReplicaStates
-    ) -> tuple[Leaves, ReplicaStates]:
+        self, number: int, shared_leaves: Arrays, replica_leaves: Arrays, replicas: ReplicaStates
+    ) -> tuple[Arrays, ReplicaStates]:
         """Return the outer gradient of a fragment, and the replicas with the new state of its
         reducer.
         """
@@ -314,8 +313,8 @@ class _VariantStep:
         return delta, replicas
 
     def apply(
-        self, number: int, shared_leaves: Leaves, replica_leaves: Leaves, replicas: ReplicaStates
-    ) -> tuple[Leaves, Leaves, ReplicaStates]:
+        self, number: int, shared_leaves: Arrays, replica_leaves: Arrays, replicas: ReplicaStates
+    ) -> tuple[Arrays, Arrays, ReplicaStates]:
         """Apply the outer gradient of a fragment: the pending one, or the one that this step sends."""
         if self.variant.send is not None and not self.sends_first:
             delta, replicas = self.send(self.variant.send, shared_leaves, replica_leaves, replicas)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._options import BatchDims, LeafDims
-from shardopt.core import PyTree, format_error, leaves_with_paths, path_text, plural
+from shardopt.core import Arrays, PyTree, format_error, leaves_with_paths, path_text, plural
 from shardopt.mesh import size_along
 from shardopt.partition._divisible import not_divided
 
@@ -21,7 +21,7 @@ FIX_ROWS = (
 )
 """The remedy if leaves do not agree on a number of rows, for messages."""
 
-CutBatch = tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]
+CutBatch = tuple[Arrays, Callable[[Sequence[jax.Array]], PyTree]]
 """The leaves with rows as pieces [pieces, ...], and a function that assembles a batch of one piece."""
 
 

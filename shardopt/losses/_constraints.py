@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardopt.config._config import StrategyConfig
-from shardopt.core import PyTree, is_inexact
+from shardopt.core import Arrays, PyTree, is_inexact
 from shardopt.losses._batch_dims import CutBatch, cut_batch, leaf_spec, num_rows, sequence_lengths
 from shardopt.partition import LeafPlan
 from shardopt.trace._marks import GATHERED
@@ -38,7 +38,7 @@ def moved(tree: PyTree, old: Mesh, new: Mesh) -> PyTree:
 
 def gather_leaves(
     config: StrategyConfig, leaves: Sequence[jax.Array], plans: Sequence[LeafPlan]
-) -> list[jax.Array]:
+) -> Arrays:
     """Have the partitioner gather leaves over data, each cast to `gather_dtype`, and keep their
     gradients sharded.
     """
@@ -71,7 +71,7 @@ def _gather(config: StrategyConfig, leaf: jax.Array, plan: LeafPlan) -> jax.Arra
 
 def shard_grads(
     config: StrategyConfig, grads: Sequence[jax.Array], plans: Sequence[LeafPlan]
-) -> list[jax.Array]:
+) -> Arrays:
     """Place gradients where the optimizer state of their leaves lives."""
     specs = [plan.spec(sharded=config.placement.opt_state) for plan in plans]
     return [constrain(config.mesh, grad, spec) for grad, spec in zip(grads, specs, strict=True)]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._slots import LossFunction, StepInputs
-from shardopt.core import PyTree, abstract, format_error
+from shardopt.core import Arrays, PyTree, abstract, format_error
 from shardopt.core._block_model import abstract_key
 from shardopt.core._loss_parts import Gradients, LossParts
 from shardopt.losses._batch_dims import FIX_ROWS, num_rows, row_counts, row_dims, shown_leaves
@@ -129,12 +129,12 @@ class _GlobalBatch:
             weights = parts.loss.weight
         return objective(parts.loss, self.count, weights), parts
 
-    def sum_weights(self) -> list[jax.Array]:
+    def sum_weights(self) -> Arrays:
         tree = self.layout.treedef.unflatten(self.inputs.params)
         parts = _parts(self.config, self.layout, tree, self.inputs.batch, self.count, self.key)
         return [x.sum(0) for x in parts.loss.weight]
 
-    def shard(self, grads: list[jax.Array]) -> list[jax.Array]:
+    def shard(self, grads: Arrays) -> Arrays:
         return shard_grads(self.config, grads, self.layout.trained)
 
     def key(self, index: jax.Array) -> jax.Array | None:

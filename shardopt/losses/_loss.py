@@ -17,7 +17,7 @@ from shardopt.collectives import SMALL_BUCKET_BYTES, LeafWire, all_gather
 from shardopt.collectives._column_table import ColumnTable, TableForm
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
-from shardopt.core import PyTree, is_inexact, is_key, replaced
+from shardopt.core import Arrays, PyTree, is_inexact, is_key, replaced
 from shardopt.core._block_model import (
     BLOCKS,
     BlockModel,
@@ -269,7 +269,7 @@ def _scatter_first(
     inexact = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
 
     @jax.custom_vjp
-    def identity(arrays: list[jax.Array]) -> list[jax.Array]:
+    def identity(arrays: Arrays) -> Arrays:
         return arrays
 
     identity.defvjp(

@@ -10,6 +10,7 @@ from shardopt.collectives._per_device import TENSOR
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.core import (
+    Arrays,
     NotSeparableError,
     PyTree,
     abstract,
@@ -184,7 +185,7 @@ def _find_stray_expert_use(
     has other experts.
     """
 
-    def traced_results(params: PyTree, batch: PyTree, key: jax.Array | None) -> list[jax.Array]:
+    def traced_results(params: PyTree, batch: PyTree, key: jax.Array | None) -> Arrays:
         with analysis():
             return jax.tree.leaves(
                 call(with_rows(row_context(config), config.loss.loss_fn), key, 0, params, batch)

@@ -19,6 +19,7 @@ import numpy as np
 from jax._src.custom_batching import custom_vmap_p
 
 from shardopt.core import (
+    Arrays,
     Loss,
     Max,
     Min,
@@ -372,7 +373,7 @@ def _backward_pass(trace: _LossTrace) -> jex.ClosedJaxpr:
         params = arguments[: trace.num_params]
         batch_and_rng = arguments[trace.num_params :]
 
-        def of_params(*params: PyTree) -> list[jax.Array]:
+        def of_params(*params: PyTree) -> Arrays:
             return jex.jaxpr_as_fun(trace.jaxpr)(*params, *batch_and_rng)
 
         results, pull_back = jax.vjp(of_params, *params)
@@ -441,7 +442,7 @@ def _trace_loss(loss_call: LossCall, loss_fn: LossFn, params: PyTree, batch: PyT
     results: list[_Result] = []
     context = loss_call.context
 
-    def traced_loss(params: PyTree, batch: PyTree, key: jax.Array | None) -> list[jax.Array]:
+    def traced_loss(params: PyTree, batch: PyTree, key: jax.Array | None) -> Arrays:
         with analysis():
             returned = call(
                 loss_fn if context is None else with_rows(context, loss_fn), key, 0, params, batch

@@ -12,6 +12,7 @@ from shardopt.collectives._buckets import shards_of
 from shardopt.config._axes import AxisTable
 from shardopt.config._config import StrategyConfig, WireOptions
 from shardopt.core import (
+    Arrays,
     Metric,
     PyTree,
     cast,
@@ -44,13 +45,13 @@ def numbers(count: int) -> jax.Array:
 
 
 def accumulate(
-    run_micro_batch: Callable[..., tuple[list[jax.Array], LossParts]],
+    run_micro_batch: Callable[..., tuple[Arrays, LossParts]],
     batch: PyTree,
     count: int,
-    constrain_sums: Callable[[list[jax.Array]], list[jax.Array]],
+    constrain_sums: Callable[[Arrays], Arrays],
     sum_weights: Callable[[], Sequence[jax.Array]],
     cut: Callable[[PyTree, int], CutBatch],
-) -> tuple[list[jax.Array], LossParts]:
+) -> tuple[Arrays, LossParts]:
     """Sum gradients over micro-batches in a scan, in fp32 at least.
 
     Loss parts are stacked [count, ...].
@@ -122,7 +123,7 @@ def parts_of_micro_batches(
 
 def reduce_scatter_grads(
     wire: WireOptions, grads: Sequence[jax.Array], plans: Sequence[LeafPlan]
-) -> list[jax.Array]:
+) -> Arrays:
     """Sum gradients over data, each device keeping its shard.
 
     Gradients of leaves that stay replicated are not summed.
@@ -146,7 +147,7 @@ def leaf_wire(wire: WireOptions, plan: LeafPlan, rounding: Rounding | None = Non
 
 def all_reduce_grads(
     grads: Sequence[jax.Array], plans: Sequence[LeafPlan], axes_of_grads: Sequence[tuple[str, ...]]
-) -> list[jax.Array]:
+) -> Arrays:
     """Sum each gradient over its axes; gradients with the same axes are summed together."""
     reduced = list(grads)
     for axes in dict.fromkeys(axes_of_grads):

@@ -16,11 +16,12 @@ import numpy as np
 
 from shardopt.collectives import all_to_all
 from shardopt.config._config import StrategyConfig
+from shardopt.core import Arrays
 from shardopt.core._axis import global_view
 from shardopt.matrices._blockwise import match_variables
 from shardopt.matrices._owned_tasks import CutLeaves, OwnedStage, OwnedTask, Transfer
 from shardopt.mesh import size_along, spec_axes
-from shardopt.trace._parts import Arrays, Trace, jaxpr_of_part
+from shardopt.trace._parts import Trace, jaxpr_of_part
 
 Buffers = dict[np.dtype, jax.Array]
 UnitFunction = Callable[..., Arrays]

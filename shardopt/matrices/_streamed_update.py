@@ -14,7 +14,7 @@ from shardopt.config._layout import Layout, shardings
 from shardopt.config._offload import HOST, to_device
 from shardopt.config._slots import OptimizerUpdate
 from shardopt.config._transformation import ExtraArgs
-from shardopt.core import PyTree, abstract, with_leaves
+from shardopt.core import Arrays, PyTree, abstract, with_leaves
 from shardopt.matrices._blockwise import block_dim, is_blockwise, match_variables
 from shardopt.matrices._owned_tasks import WHOLE
 from shardopt.matrices._owned_update import evaluate, retrace
@@ -248,10 +248,10 @@ def _loop(
     stream: Stream,
     values: dict[jex.Var, jax.Array],
     shardings_on_device: dict[jex.Var, NamedSharding],
-    starts: list[jax.Array],
-    host_state: list[jax.Array],
+    starts: Arrays,
+    host_state: Arrays,
     outputs: Sequence[jex.Var],
-) -> list[jax.Array]:
+) -> Arrays:
     """Return the updates, in the memory of `starts`, and the new state in host memory, after a loop
     over the blocks.
     """
@@ -268,7 +268,7 @@ def _loop(
     )
     shared_values = [values[var] for var in stream.shared_inputs]
 
-    def block(i: jax.Array, carried: list[jax.Array]) -> list[jax.Array]:
+    def block(i: jax.Array, carried: Arrays) -> Arrays:
         def take(x):
             return jax.lax.dynamic_slice_in_dim(x, i, 1, 0)
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardopt.collectives import constrain_tensor
-from shardopt.core import PyTree
+from shardopt.core import Arrays, PyTree
 from shardopt.partition._counts import Counts
 from shardopt.pipeline import _messages as messages
 from shardopt.pipeline._messages import (
@@ -40,7 +40,6 @@ from shardopt.pipeline._stage import (
     make_setup,
     make_stage,
 )
-from shardopt.trace._parts import Arrays
 
 Row = dict[str, jax.Array]
 """A row of the schedule's table, for this stage."""

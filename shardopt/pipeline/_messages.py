@@ -13,9 +13,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
 from shardopt.collectives import shard_by_shard
-from shardopt.core import PyTree
+from shardopt.core import Arrays, PyTree
 from shardopt.pipeline._schedule import Schedule
-from shardopt.trace._parts import Arrays
 
 PIPELINE = "pipeline"
 

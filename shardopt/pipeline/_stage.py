@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core import PyTree, wide_dtype, wide_zeros
+from shardopt.core import Arrays, PyTree, wide_dtype, wide_zeros
 from shardopt.partition._counts import Counts, is_even
 from shardopt.pipeline._cut import first_blocks
 from shardopt.pipeline._messages import (
@@ -24,7 +24,7 @@ from shardopt.pipeline._messages import (
     write_slot,
 )
 from shardopt.pipeline._schedule import Schedule
-from shardopt.remat._split_backward import Arrays, Passes, floating, rematerialised, split_backward
+from shardopt.remat._split_backward import Passes, floating, rematerialised, split_backward
 from shardopt.trace._marks import ONE_TURN
 
 C = TypeVar("C")

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardopt.collectives import shard_by_shard
+from shardopt.core import Arrays
 from shardopt.partition._counts import Counts
 from shardopt.pipeline._cut import stage_rows
 from shardopt.pipeline._messages import PIPELINE
 from shardopt.pipeline._schedule import Schedule
-from shardopt.trace._parts import Arrays
 
 Dims = Sequence[int | None]
 """The dim of each leaf that is sharded over pipeline; None if each stage stores the whole leaf."""

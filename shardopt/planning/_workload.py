@@ -15,6 +15,7 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from shardopt.core import (
+    Arrays,
     PyTree,
     Rules,
     Weighted,
@@ -600,7 +601,7 @@ def _residuals(
 ) -> list[ShapedArray]:
     """Return the residuals of f without its weights, and without casts and views of its weights."""
 
-    def compute_residuals(weights: PyTree, x: PyTree, other_args: PyTree) -> list[jax.Array]:
+    def compute_residuals(weights: PyTree, x: PyTree, other_args: PyTree) -> Arrays:
         _, pullback = jax.vjp(lambda w, x: f(w, x, *other_args), weights, x)
         return jax.tree.leaves(pullback)
 
@@ -628,7 +629,7 @@ def _stage_residuals(
     leaves, treedef = jax.tree.flatten(weights)
     inputs, x_treedef = jax.tree.flatten(x)
 
-    def f(weight_leaves: list[jax.Array], x: list[jax.Array]) -> list[jax.Array]:
+    def f(weight_leaves: Arrays, x: Arrays) -> Arrays:
         return jax.tree.leaves(
             block(treedef.unflatten(weight_leaves), x_treedef.unflatten(x), jax.random.key(0))
         )

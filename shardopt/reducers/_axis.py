@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core import PyTree, abstract, cast, is_floating, plural, value_error
+from shardopt.core import Arrays, PyTree, abstract, cast, is_floating, plural, value_error
 from shardopt.core._axis import AxisName, axis_names, axis_size
 
 T = TypeVar("T")
@@ -115,17 +115,17 @@ def agreeing_cond(
 # Collectives over several arrays at once: arrays of one dtype share a buffer.
 
 
-def all_to_all_packed(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+def all_to_all_packed(arrays: Sequence[jax.Array], axis_name: AxisName) -> Arrays:
     """Send row i of each array [N, k] to device i; row j of each result came from device j."""
     return _packed(arrays, lambda buffer: _all_to_all(buffer, axis_name))
 
 
-def all_gather_packed(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+def all_gather_packed(arrays: Sequence[jax.Array], axis_name: AxisName) -> Arrays:
     """Send each array [1, k] to all devices; row j of each result [N, k] came from device j."""
     return _packed(arrays, lambda buffer: _all_gather(buffer, axis_name))
 
 
-def all_to_all_kept(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+def all_to_all_kept(arrays: Sequence[jax.Array], axis_name: AxisName) -> Arrays:
     """Send row i of each array [N, ...] to device i, and keep how the partitioner shards the row.
 
     It keeps the sharding through permutes and sums alone: it would gather the operand of an
@@ -150,7 +150,7 @@ def _all_to_all_kept(array: jax.Array, axis_name: AxisName) -> jax.Array:
     return _from_bits(received, array.dtype)
 
 
-def all_gather_kept(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+def all_gather_kept(arrays: Sequence[jax.Array], axis_name: AxisName) -> Arrays:
     """Send each array [1, ...] to all devices, and keep how the partitioner shards it.
 
     It is a sum of N rows: each device has one row, and zeros.
@@ -178,9 +178,7 @@ def all_reduce_padded(flat: jax.Array, axis_name: AxisName, axis_size: int) -> j
     return jax.lax.psum(padded, axis_name)[: flat.size]
 
 
-def _packed(
-    arrays: Sequence[jax.Array], collective: Callable[[jax.Array], jax.Array]
-) -> list[jax.Array]:
+def _packed(arrays: Sequence[jax.Array], collective: Callable[[jax.Array], jax.Array]) -> Arrays:
     """Concatenate the arrays of each dtype, run the collective once on each buffer, and split the
     results.
     """

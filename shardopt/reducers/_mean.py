@@ -27,7 +27,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from shardopt.collectives._buckets import Bucket, plan_buckets
-from shardopt.core import PyTree, calling, check_count, type_error, value_error, wide_dtype
+from shardopt.core import Arrays, PyTree, calling, check_count, type_error, value_error, wide_dtype
 from shardopt.core._axis import AxisName
 from shardopt.core._axis import axis_size as size_of
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
@@ -47,7 +47,7 @@ BUCKET_ELEMENTS = 2**23
 copied.
 """
 
-Collective = Callable[[Sequence[jax.Array], AxisName], list[jax.Array]]
+Collective = Callable[[Sequence[jax.Array], AxisName], Arrays]
 """A collective of several arrays over an axis."""
 
 
@@ -176,7 +176,7 @@ def _checked_dtype(dtype: DTypeLike) -> np.dtype:
 @calling("mean_of")
 def mean_of(
     values: Sequence[jax.Array], dtypes: Sequence[np.dtype], axis_name: AxisName
-) -> tuple[list[jax.Array], list[jax.Array]]:
+) -> tuple[Arrays, Arrays]:
     """Average real arrays over an axis; return (means, residuals).
 
     An array that is sent in its own dtype takes an all-reduce, and its residual is zero. An array
@@ -230,7 +230,7 @@ def means_of(
     keys: Sequence[Any],
     codec_of: Callable[[Any], Codec | None],
     axis_name: AxisName,
-) -> tuple[list[jax.Array], list[jax.Array]]:
+) -> tuple[Arrays, Arrays]:
     """Average real arrays over an axis; return (means, residuals).
 
     Arrays share flat buckets. If the partitioner keeps an axis of the mesh, it may shard them. Each
@@ -275,7 +275,7 @@ def in_buckets(
     values: Sequence[jax.Array],
     keys: Sequence[Hashable],
     average: Callable[[jax.Array, Hashable], tuple[jax.Array, jax.Array]],
-) -> tuple[list[jax.Array], list[jax.Array]]:
+) -> tuple[Arrays, Arrays]:
     """Apply `average(flat, key) -> (mean, residual)`, all flat arrays, to each bucket.
 
     Return (means, residuals).
@@ -311,7 +311,7 @@ def join_bucket(values: Sequence[jax.Array], bucket: Bucket) -> jax.Array:
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
 
 
-def split_bucket(flat: jax.Array, bucket: Bucket) -> list[jax.Array]:
+def split_bucket(flat: jax.Array, bucket: Bucket) -> Arrays:
     """Split the flat array of a bucket into the flat values of its members."""
     stops = np.cumsum(bucket.sizes).tolist()
     return [flat[stop - size : stop] for stop, size in zip(stops, bucket.sizes, strict=True)]

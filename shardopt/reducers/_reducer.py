@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.core import (
+    Arrays,
     PyTree,
     abstract,
     calling,
@@ -150,7 +151,7 @@ def check_alike(reference_name: str, tree: PyTree, reference: PyTree) -> None:
         raise value_error(problem, wrong)
 
 
-def widen(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+def widen(leaves: Sequence[jax.Array]) -> Arrays:
     """Return leaves as real arrays in dtypes wide enough for sums.
 
     A complex [...] becomes [..., 2].
@@ -158,7 +159,7 @@ def widen(leaves: Sequence[jax.Array]) -> list[jax.Array]:
     return [_as_real(widened(leaf)) for leaf in leaves]
 
 
-def narrow(values: Sequence[jax.Array], dtypes: Sequence[np.dtype]) -> list[jax.Array]:
+def narrow(values: Sequence[jax.Array], dtypes: Sequence[np.dtype]) -> Arrays:
     """Convert real arrays to leaves of these dtypes, the inverse of `widen`."""
     return [
         _as_complex(value, dtype).astype(dtype) for value, dtype in zip(values, dtypes, strict=True)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardopt.core import PyTree, calling, check_is_number, value_error
+from shardopt.core import Arrays, PyTree, calling, check_is_number, value_error
 from shardopt.core._axis import AxisName
 from shardopt.core._axis import axis_size as size_of
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
@@ -107,7 +107,7 @@ class _TopK:
             message_bytes += num_sent(math.prod(real_shape(leaf)), self.density) * pair_bytes
         return (axis_size - 1) * message_bytes
 
-    def _indices(self, values: Values) -> list[jax.Array]:
+    def _indices(self, values: Values) -> Arrays:
         return [_largest_indices(value.reshape(-1), self.density) for value in values]
 
 
@@ -136,7 +136,7 @@ def _largest_indices(flat: jax.Array, density: float) -> jax.Array:
 
 @calling("top_k")
 def _mean_of_entries(
-    values: Values, sent_indices: list[jax.Array], dtypes: Dtypes, axis_name: AxisName
+    values: Values, sent_indices: Arrays, dtypes: Dtypes, axis_name: AxisName
 ) -> tuple[Values, Values]:
     """Return the means, and the entries that this device sent of each value, rounded as on the
     wire.

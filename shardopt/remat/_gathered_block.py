@@ -7,11 +7,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from shardopt.core import PyTree, format_error
+from shardopt.core import Arrays, PyTree, format_error
 from shardopt.core._block_model import BlockModel, call_block
 from shardopt.core._block_remat import checkpointed
 from shardopt.low_precision._reads import reading_in_products
-from shardopt.trace._parts import Arrays, Shapes
+from shardopt.trace._parts import Shapes
 
 BlockRemat = Callable[[Callable[[Arrays, Arrays], Arrays], Arrays, Arrays], Arrays]
 """`remat(f, arguments, x) -> f(arguments, x)`, which chooses what f keeps for its backward pass."""

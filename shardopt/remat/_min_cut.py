@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from shardopt.core import abstract, replaced
-from shardopt.remat._split_backward import Arrays, Passes, Shapes, floating, split_backward
+from shardopt.core import Arrays, abstract, replaced
+from shardopt.remat._split_backward import Passes, Shapes, floating, split_backward
 
 
 def min_cut_remat(f: Callable[[Arrays, Arrays], Arrays], arguments: Arrays, x: Arrays) -> Arrays:

@@ -12,10 +12,9 @@ import jax.core
 import jax.extend.core as jex
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardopt.core import abstract, is_inexact, replaced
+from shardopt.core import Arrays, abstract, is_inexact, replaced
 from shardopt.trace._jaxprs import CHECKPOINTS, shape_of
 from shardopt.trace._parts import (
-    Arrays,
     Atom,
     Shapes,
     Trace,

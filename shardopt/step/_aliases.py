@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from shardopt.config._user_mesh import on_auto_axes
-from shardopt.core import PyTree, is_key, with_leaves
+from shardopt.core import Arrays, PyTree, is_key, with_leaves
 from shardopt.mesh import on_mesh, without_mesh
 from shardopt.step._inputs import copied
 
@@ -131,7 +131,7 @@ class DonatedState:
             self._known = {key: ref for key, ref in self._known.items() if ref() is not None}
             self._most_known = max(_KNOWN_ARRAYS, 2 * len(self._known))
 
-    def _copied(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    def _copied(self, leaves: Sequence[jax.Array]) -> Arrays:
         shardings = tuple(leaf.sharding for leaf in leaves)
         with without_mesh():
             leaves_on_auto_axes = jax.device_put(

@@ -14,7 +14,7 @@ from shardopt.collectives import has_auto_tensor
 from shardopt.collectives._per_device import TENSOR
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
-from shardopt.core import PyTree, Weighted, with_leaves
+from shardopt.core import Arrays, PyTree, Weighted, with_leaves
 from shardopt.core._device_state import state_specs
 from shardopt.core._reducer import Reducer, grouped
 from shardopt.losses._metrics import factor
@@ -128,11 +128,11 @@ class CompressedMean:
         self,
         config: StrategyConfig,
         layout: Layout,
-        grads: list[jax.Array],
+        grads: Arrays,
         loss: Weighted,
         state: PyTree,
-        stored_order: Callable[[list[jax.Array]], list[jax.Array]],
-    ) -> tuple[list[jax.Array], PyTree]:
+        stored_order: Callable[[Arrays], Arrays],
+    ) -> tuple[Arrays, PyTree]:
         """Return the gradients of the union batch and the new state of the reducer."""
         # The mean over N devices of N times each device's part is the sum.
         remaining_factor = factor(loss, config.num_pieces)
@@ -215,7 +215,7 @@ def _specs_of_axes(plan: CompressionPlan, selects: Callable[[Any], bool]) -> PyT
 
 def compress_mean(
     plan: CompressionPlan, leaves: Sequence[jax.Array], state: PyTree
-) -> tuple[list[jax.Array], PyTree]:
+) -> tuple[Arrays, PyTree]:
     """Return the means over the axes of the plan, and the new state.
 
     Call it in the per-device view.

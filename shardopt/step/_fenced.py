@@ -15,7 +15,7 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.config._slots import OptimizerUpdate
 from shardopt.config._transformation import ExtraArgs
-from shardopt.core import PyTree, is_key, with_leaves
+from shardopt.core import Arrays, PyTree, is_key, with_leaves
 from shardopt.trace._jaxprs import jaxpr_params, nested_equations, shape_of
 from shardopt.trace._parts import inlined, part_of, slice_of, trace_of
 from shardopt.trace._primitives import ELEMENTWISE
@@ -95,9 +95,7 @@ def fenced(f: Callable[..., PyTree], *args: PyTree) -> PyTree:
     return with_leaves(shapes, jax.lax.cond(always, run, never, *leaves))
 
 
-def fenced_on_each(
-    config: StrategyConfig, f: Callable[..., PyTree], arrays: list[jax.Array]
-) -> PyTree:
+def fenced_on_each(config: StrategyConfig, f: Callable[..., PyTree], arrays: Arrays) -> PyTree:
     """Return `f(*arrays)` as a program of its own, which each device runs on whole arrays.
 
     Operands and results are whole, so that the partitioner divides no sum and no product.

@@ -14,7 +14,7 @@ from shardopt.config._axes import AxisTable
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._slots import DeviceLoss, LossFunction, StepInputs
-from shardopt.core import PyTree, Weighted
+from shardopt.core import Arrays, PyTree, Weighted
 from shardopt.core._checksum import LIMBS, checksum_of, from_limbs, to_limbs
 from shardopt.core._loss_parts import Gradients, LossParts
 from shardopt.losses._batch_dims import batch_specs, num_rows
@@ -168,11 +168,11 @@ class ExactSum:
         self,
         config: StrategyConfig,
         layout: Layout,
-        grads: list[jax.Array],
+        grads: Arrays,
         loss: Weighted,
         state: PyTree,
-        stored_order: Callable[[list[jax.Array]], list[jax.Array]],
-    ) -> tuple[list[jax.Array], PyTree]:
+        stored_order: Callable[[Arrays], Arrays],
+    ) -> tuple[Arrays, PyTree]:
         """Return the gradients of the union batch; there is no state."""
         # Dividing comes last, because the weight is known only after it is summed over all devices.
         remaining_factor = factor(loss, config.num_pieces)
@@ -199,9 +199,7 @@ def exact_sum(config: StrategyConfig, trained: Sequence[LeafPlan]) -> ExactSum:
     return ExactSum()
 
 
-def _sum_over_devices(
-    config: StrategyConfig, layout: Layout, grads: list[jax.Array]
-) -> list[jax.Array]:
+def _sum_over_devices(config: StrategyConfig, layout: Layout, grads: Arrays) -> Arrays:
     """Reduce-scatter over the axes that a leaf's gradient is sharded over, unless done, and
     all-reduce over the others.
     """
@@ -245,7 +243,7 @@ class MicroBatches:
 
     def gradients(
         self, config: StrategyConfig, layout: Layout, inputs: StepInputs
-    ) -> tuple[list[jax.Array], LossParts]:
+    ) -> tuple[Arrays, LossParts]:
         """Return the local gradients and loss parts, see `DeviceLoss`."""
         return _MicroBatches(config, layout, inputs).gradients()
 
@@ -253,9 +251,7 @@ class MicroBatches:
         """Return the parts of the local loss, see `DeviceLoss`."""
         return _MicroBatches(config, layout, inputs).losses()
 
-    def stored_order(
-        self, config: StrategyConfig, layout: Layout, grads: list[jax.Array]
-    ) -> list[jax.Array]:
+    def stored_order(self, config: StrategyConfig, layout: Layout, grads: Arrays) -> Arrays:
         """Return the gradients, which are in the stored order already."""
         return grads
 
@@ -268,7 +264,7 @@ class _MicroBatches:
     layout: Layout
     inputs: StepInputs
 
-    def gradients(self) -> tuple[list[jax.Array], LossParts]:
+    def gradients(self) -> tuple[Arrays, LossParts]:
         # Without the constraint, the partitioner would replicate the accumulators over tensor.
         specs = [
             *(plan.tensor for plan in self.layout.trained),
@@ -310,7 +306,7 @@ class _MicroBatches:
             weights = all_reduce(jax.lax.stop_gradient(parts.loss.weight), self.config.axes.summed)
         return objective(parts.loss, self.config.num_pieces, weights), parts
 
-    def sum_weights(self) -> list[jax.Array]:
+    def sum_weights(self) -> Arrays:
         return all_reduce([x.sum(0) for x in self.losses().loss.weight], self.config.axes.summed)
 
     def losses(self) -> LossParts:
@@ -336,7 +332,7 @@ class _MicroBatches:
         return step_key(config, inputs.step, inputs.rng, index, row_numbers=numbers)
 
 
-def _keep_in_loop(grads: list[jax.Array]) -> list[jax.Array]:
+def _keep_in_loop(grads: Arrays) -> Arrays:
     """Keep reduce-scatters in the loop over micro-batches on TPU.
 
     XLA's while_loop_all_reduce_code_motion would sum replicated gradients and scatter the sum. That

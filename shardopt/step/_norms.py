@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
-from shardopt.core import widened
+from shardopt.core import Arrays, widened
 from shardopt.mesh import spec_axes
 from shardopt.partition import LeafPlan
 from shardopt.step._results import Change
@@ -93,7 +93,7 @@ def norms_of(config: StrategyConfig, layout: Layout, change: Change) -> Norms:
     specs = [plan.spec(sharded=sharded) for plan in layout.trained]
     trees = [layout.trained_leaves(layout.treedef.flatten_up_to(tree)) for tree in change]
 
-    def local_norms(*trees: list[jax.Array]) -> jax.Array:
+    def local_norms(*trees: Arrays) -> jax.Array:
         squares = [
             _squares(plan, spec, leaf, config.mesh.axis_names)
             for leaves in trees

@@ -14,7 +14,7 @@ from shardopt.collectives import all_reduce
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._slots import StepInputs
-from shardopt.core import PyTree, plural, replaced, value_error
+from shardopt.core import Arrays, PyTree, plural, replaced, value_error
 from shardopt.core._block_model import (
     BLOCKS,
     EMBED,
@@ -44,7 +44,6 @@ from shardopt.pipeline._executor import SumSpecs, execute, forward_only
 from shardopt.pipeline._messages import Index
 from shardopt.remat._gathered_block import leaves_like
 from shardopt.remat._split_backward import floating
-from shardopt.trace._parts import Arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +85,7 @@ class Pipelined:
 
     def gradients(
         self, config: StrategyConfig, layout: Layout, inputs: StepInputs
-    ) -> tuple[list[jax.Array], LossParts]:
+    ) -> tuple[Arrays, LossParts]:
         """Return gradients of this stage's blocks, and of outer leaves that it uses.
 
         Outer parameters are gathered once a step, and their gradients scattered once. Parameters of
@@ -140,9 +139,7 @@ class Pipelined:
         weights = self._stage_weights(config, layout, inputs.params)
         return forward_only(self.schedule, model, weights, layout.counts)
 
-    def stored_order(
-        self, config: StrategyConfig, layout: Layout, grads: list[jax.Array]
-    ) -> list[jax.Array]:
+    def stored_order(self, config: StrategyConfig, layout: Layout, grads: Arrays) -> Arrays:
         """Return reduced gradients in the stored order of blocks, which is the model's order."""
         plans = layout.trained
         blocks = [i for i, plan in enumerate(plans) if plan.stacked]
@@ -157,9 +154,7 @@ class Pipelined:
             )
         return replaced(grads, blocks, ordered_grads)
 
-    def _stage_weights(
-        self, config: StrategyConfig, layout: Layout, params: list[jax.Array]
-    ) -> list[jax.Array]:
+    def _stage_weights(self, config: StrategyConfig, layout: Layout, params: Arrays) -> Arrays:
         """Return the blocks of this stage, stacked in the schedule's order.
 
         They are gathered if blocks are gathered once a step.

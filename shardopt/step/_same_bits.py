@@ -23,14 +23,7 @@ from shardopt.config._axes import AxisTable
 from shardopt.config._config import DDP, StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._slots import StepInputs, StepSlots
-from shardopt.core import (
-    PyTree,
-    Weighted,
-    calling,
-    value_error,
-    wide_zeros,
-    widened,
-)
+from shardopt.core import Arrays, PyTree, Weighted, calling, value_error, wide_zeros, widened
 from shardopt.core._block_model import as_block_model
 from shardopt.core._loss_parts import LossParts
 from shardopt.losses._batch_dims import num_rows
@@ -89,7 +82,7 @@ class Tiles(MicroBatches):
 
     def gradients(
         self, config: StrategyConfig, layout: Layout, inputs: StepInputs
-    ) -> tuple[list[jax.Array], LossParts]:
+    ) -> tuple[Arrays, LossParts]:
         """Return the sums of gradients over the tiles of this device, and loss parts [tiles, ...]."""
         return _tiles(config, layout, inputs).gradients()
 
@@ -117,7 +110,7 @@ class _Tiles:
     layout: Layout
     inputs: StepInputs
 
-    def gradients(self) -> tuple[list[jax.Array], LossParts]:
+    def gradients(self) -> tuple[Arrays, LossParts]:
         params = self.inputs.params
         trained = self.layout.trained_leaves(params)
         weights = None
@@ -136,7 +129,7 @@ class _Tiles:
 
         return _sum_tree(run, wide_zeros(trained), self.count, 0)
 
-    def losses(self, params: list[jax.Array]) -> LossParts:
+    def losses(self, params: Arrays) -> LossParts:
         tree = self.layout.treedef.unflatten(params)
 
         def loss_of(tree, tile, key):
@@ -257,9 +250,7 @@ class TreeSum(ExactSum):
         """Return how the sums are sharded."""
         return [plan.data_spec(sharded=True) for plan in layout.trained]
 
-    def norm(
-        self, config: StrategyConfig, leaves: list[jax.Array], specs: list[PartitionSpec]
-    ) -> jax.Array:
+    def norm(self, config: StrategyConfig, leaves: Arrays, specs: list[PartitionSpec]) -> jax.Array:
         """Return the norm, which each device computes from whole gradients."""
 
         def norm(*leaves):
@@ -271,11 +262,11 @@ class TreeSum(ExactSum):
         self,
         config: StrategyConfig,
         layout: Layout,
-        grads: list[jax.Array],
+        grads: Arrays,
         loss: Weighted,
         state: PyTree,
-        stored_order: Callable[[list[jax.Array]], list[jax.Array]],
-    ) -> tuple[list[jax.Array], PyTree]:
+        stored_order: Callable[[Arrays], Arrays],
+    ) -> tuple[Arrays, PyTree]:
         """Return the gradients of the union batch; there is no state."""
         remaining_factor = factor(loss, 1)
 

@@ -12,7 +12,7 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.config._offload import to_host
 from shardopt.config._transformation import ExtraArgs, call_update, check_same_form, check_updates
-from shardopt.core import PyTree, cast, widened
+from shardopt.core import Arrays, PyTree, cast, widened
 from shardopt.core._loss_parts import Gradients
 from shardopt.losses._parts import check_updated
 from shardopt.mesh import spec_axes
@@ -148,9 +148,7 @@ def _replace_updated(
     )
 
 
-def norm_of_shards(
-    config: StrategyConfig, leaves: list[jax.Array], specs: list[PartitionSpec]
-) -> jax.Array:
+def norm_of_shards(config: StrategyConfig, leaves: Arrays, specs: list[PartitionSpec]) -> jax.Array:
     """Return the Euclidean norm of all leaves together, stacked if each replica trains by itself.
 
     It runs in the per-device view, with one sum for each set of axes that leaves are sharded over.

@@ -14,7 +14,6 @@ import numpy as np
 from shardopt.trace._jaxprs import shape_of
 from shardopt.trace._marks import has_mark
 
-Arrays = list[jax.Array]
 Shapes = Sequence[jax.Array | jax.ShapeDtypeStruct]
 Atom = jex.Var | jex.Literal
 MOST = 2**30
@@ -47,7 +46,7 @@ def inlined(
     args: Sequence[jax.Array],
     *,
     keep: Collection[str] = (),
-) -> Arrays:
+) -> list[jax.Array]:
     """Evaluate a jaxpr equation by equation, with the bodies of inner `jit` calls inlined (`jax.nn`
     has many of them).
 
@@ -125,7 +124,7 @@ def reached_from(jaxpr: jex.Jaxpr, start: Iterable[jex.Var], *, every: bool) -> 
 
 def part_of(
     trace: Trace, equations: set[int], inputs: Sequence[jex.Var], outputs: Sequence[Atom]
-) -> Callable[..., Arrays]:
+) -> Callable[..., list[jax.Array]]:
     """Return a function that evaluates these equations, from `inputs` to `outputs`."""
     jaxpr = jaxpr_of_part(trace, equations, inputs, outputs)
     return lambda *args: jax.core.eval_jaxpr(jaxpr, trace.consts, *args)

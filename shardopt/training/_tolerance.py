@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardopt.core import PyTree, TrainState, is_inexact, states_of
+from shardopt.core import Arrays, PyTree, TrainState, is_inexact, states_of
 from shardopt.local_updates._state import ReplicaStates
 from shardopt.transforms._skip_anomalies import SkipAnomaliesState
 
@@ -43,7 +43,7 @@ def tolerated(state: TrainState, num_before: jax.Array) -> jax.Array:
     return _is_harmless(num_before, counts, (state.params, replicas))
 
 
-def _counts(state: TrainState) -> list[jax.Array]:
+def _counts(state: TrainState) -> Arrays:
     """Return the counts of skipped updates, of `skip_anomalies` if there is one, else of
     `apply_if_finite`.
     """
@@ -56,19 +56,17 @@ def _counts(state: TrainState) -> list[jax.Array]:
 
 
 @jax.jit
-def _total(counts: list[jax.Array]) -> jax.Array:
+def _total(counts: Arrays) -> jax.Array:
     return jnp.stack([jnp.sum(count) for count in counts]).sum()
 
 
 @jax.jit
-def _is_skipped(
-    num_before: jax.Array, counts: list[jax.Array], hopeless: list[jax.Array]
-) -> jax.Array:
+def _is_skipped(num_before: jax.Array, counts: Arrays, hopeless: Arrays) -> jax.Array:
     return (num_before != _total(counts)) & ~jnp.stack([jnp.any(flag) for flag in hopeless]).any()
 
 
 @jax.jit
-def _is_harmless(num_before: jax.Array, counts: list[jax.Array], params: PyTree) -> jax.Array:
+def _is_harmless(num_before: jax.Array, counts: Arrays, params: PyTree) -> jax.Array:
     """Return whether a gradient was not finite, and no parameter is NaN.
 
     Parameters are read only after such a gradient.

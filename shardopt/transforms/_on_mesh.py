@@ -12,6 +12,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardopt.core import (
+    Arrays,
     PyTree,
     calling,
     check_transformation,
@@ -361,7 +362,7 @@ def per_device_grads(
         leaves, treedef = jax.tree.flatten(params)
         places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
 
-        def differentiate(arrays: list[jax.Array], batch: PyTree) -> tuple[Any, PyTree]:
+        def differentiate(arrays: Arrays, batch: PyTree) -> tuple[Any, PyTree]:
             if own_params:
                 device_arrays = device_part(arrays)
             else:

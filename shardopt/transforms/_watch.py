@@ -10,6 +10,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Sharding
 
+from shardopt.core import Arrays
+
 
 def may_watch() -> bool:
     """Return whether the text of a program may hold the address of a function.
@@ -23,9 +25,7 @@ Place = tuple[tuple[int, ...], Sharding]
 """The shape of an array of a program, and its sharding. Under `vmap` the shape has a dim more."""
 
 
-def watch_shardings(
-    arrays: list[jax.Array], callback: Callable[[list[Place]], None]
-) -> list[jax.Array]:
+def watch_shardings(arrays: Arrays, callback: Callable[[list[Place]], None]) -> Arrays:
     """Return the arrays; the callback gets their places when the program is compiled.
 
     Outside of `jit` it gets them at once. A program that is lowered for `jax.export` has no
@@ -67,7 +67,7 @@ def _lower(ctx: mlir.LoweringRuleContext, value, *, callback: Callable[..., None
         axes = dataclasses.replace(axes, device_assignment=devices)
         ctx = ctx.replace(module_context=module.replace(axis_context=axes))
 
-    def inspect(array: jax.Array) -> list[jax.Array]:
+    def inspect(array: jax.Array) -> Arrays:
         jax.debug.inspect_array_sharding(array, callback=functools.partial(callback, array.shape))
         return [array]
 
