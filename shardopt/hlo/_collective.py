@@ -96,6 +96,7 @@ def read_collective(
         sent_bytes = nbytes(sent) * (slices if site.kind == "all-gather" else 1)
         return _collective(site, (outermost,), sent_bytes, slices, sent, None)
     if slices > 1:
+        # A program is compiled for one slice: its ids count the devices of that slice.
         sizes = {**sizes, outermost: sizes[outermost] // slices}
     groups = _groups(site, replicas, partitions)
     longest = max(map(len, groups), default=0)
@@ -110,6 +111,7 @@ def read_collective(
     result = _result(instruction, site.kind)
     # the result of a reduce-scatter is a shard of what travels, unless it is rendered as an
     # all-reduce and a slice
+    # Bytes are of the larger side: what a gather returns, and what a scatter takes.
     is_shard = site.kind == "reduce-scatter" and instruction.opcode.startswith("reduce-scatter")
     size = nbytes(result) * (group_size if is_shard else 1)
     shown_groups = groups if axes is None or part else None
@@ -166,6 +168,7 @@ def _result(instruction: Instruction, kind: str) -> str:
 def _wire_bytes(kind: str, size: int, n: int) -> int:
     if kind in ("collective-permute", "collective-broadcast"):
         return size
+    # Of a ring: an all-reduce is a reduce-scatter and an all-gather, each (n - 1) / n of the bytes.
     return -(-(2 if kind == "all-reduce" else 1) * (n - 1) * size // n)
 
 
@@ -198,6 +201,7 @@ def replica_groups(
     groups = read_groups(attributes.get("replica_groups", "{}"), count)
     if is_global:
         return groups
+    # [replicas, partitions]: devices are numbered replica by replica.
     positions = np.arange(replicas * partitions).reshape(replicas, partitions)
     if on_channel and has_global_flag:
         return tuple(tuple(positions[list(group)].ravel().tolist()) for group in groups)
@@ -319,6 +323,7 @@ def axes_of_groups(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...] 
     group_axes: set[tuple[str, ...]] = set()
     for group in groups:
         coordinates = _coordinates(group, sizes)
+        # [axes]: along which the members of a group differ.
         moving = (coordinates != coordinates[:, :1]).any(axis=1)
         axes = tuple(name for name, moves in zip(names, moving, strict=True) if moves)
         if len(set(group)) != np.prod([sizes[axis] for axis in axes], dtype=int):
@@ -350,6 +355,8 @@ def axis_of_parts(groups: Groups, sizes: Mapping[str, int]) -> str | None:
         positions = coordinates[moving[0]]
         count = len(group)
         stride = int(positions[1] - positions[0])
+        # Where such a group begins if the axis is split into [size / (stride count), count,
+        # stride].
         expected_first = positions[0] // (stride * count) * stride * count + positions[0] % stride
         if (positions != expected_first + stride * np.arange(count)).any():
             return None

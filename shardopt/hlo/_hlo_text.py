@@ -308,9 +308,11 @@ def tiled_nbytes(shape: str) -> int:
     dims = numbers(match["dims"])
     order = numbers(match["order"])
     tile = numbers(match["tile"])
+    # HLO writes the order of memory with the fastest dim first.
     major_to_minor = [dims[dim_index] for dim_index in reversed(order)]
     tiles = [1] * (len(dims) - len(tile)) + list(tile)
     physical = [1] * (len(tile) - len(dims)) + major_to_minor
+    # Tiles cover the last dims in the order of memory, and each of these dims is rounded up.
     padded = [-(-dim // size) * size for dim, size in zip(physical, tiles, strict=True)]
     return -(-math.prod(padded) * _bits(match["dtype"]) // 8)
 

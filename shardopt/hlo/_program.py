@@ -443,9 +443,11 @@ def _computation(
             count = _convolution if line.opcode == "convolution" else _dot
             return _Flops(count(line, shapes))
         iterations = trip_count(module, name, line) if line.opcode == "while" else None
+        # Inside of the loop over ticks, loops with as many turns are no loops over ticks.
         in_tick_loop = schedule is None or iterations == schedule.num_ticks
         inner = [flops(callee, in_tick_loop) for callee in callees(line)]
         if line.opcode == "conditional":
+            # Kept apart, since a stage takes its branches less often than the loop turns.
             return _Flops(branches=max((branch.total for branch in inner), default=0.0))
         body = _sum(inner)
         if line.opcode != "while" or body.total == 0.0:
@@ -493,6 +495,7 @@ def _convolution(line: Instruction, shapes: Mapping[str, str]) -> float:
     window = window_dims(values)
     total = 2.0 * out["b"] * out["f"] * kernel["i"]
     for dim in filter(str.isdigit, lhs):
+        # Positions in padding and between dilated elements multiply zeros, so they do not count.
         total *= _overlaps(lhs[dim], kernel[dim], out[dim], window[int(dim)])
     return total
 
@@ -502,6 +505,7 @@ def _overlaps(size: int, kernel: int, out: int, window: WindowDim) -> int:
     dim.
     """
     if kernel == 1 and window.stride == 1 and window.spread == 1 and window.low == 0:
+        # The usual case in closed form: each output position reads one element.
         return out
     read_positions = range(0, (size - 1) * window.spread + 1, window.spread)
     return sum(

@@ -42,6 +42,7 @@ def splash_attention(
 ) -> Float[Array, "B T H V"]:
     """Return attention of whole rows in natural order."""
     T = query.shape[1]
+    # Padded keys are behind all queries, so `causal` hides them. Without it, segments have to.
     length = -(-T // LANES) * LANES
     if length != T and not rule.causal and segments is None:
         segments = jnp.zeros(query.shape[:2], jnp.int32)
@@ -51,6 +52,7 @@ def splash_attention(
     def heads_first(x):
         return jnp.swapaxes(jnp.pad(x, ((0, 0), (0, length - T), (0, 0), (0, 0))), 1, 2)
 
+    # The scale goes into the queries once, not into each tile of scores.
     qkv = heads_first(rule.scaled(query, query.shape[-1])), heads_first(key), heads_first(value)
     mixed: Any = _whole_rows(*qkv, segments, sinks, rule)
     return jnp.swapaxes(mixed, 1, 2)[:, :T].astype(value.dtype)
@@ -115,6 +117,8 @@ def absorb(
     )
     mixed = mixed.reshape(query.shape)
     logsumexp = logsumexp.reshape(query.shape[:-1])
+    # The kernel's softmax over this block is one number per query: its log-sum-exp is a score whose
+    # value is `mixed`.
     top = jnp.maximum(state.top, logsumexp)
     state_weight = jnp.exp(state.top - top)
     block_weight = jnp.exp(logsumexp - top)
@@ -136,6 +140,7 @@ def gradients(queries: Queries, keys: Keys, rule: MaskRule) -> list[Array]:
     rows = merge_heads(logsumexp), merge_heads(delta), marks
     queries = Queries(merge_heads(rule.scaled(query, K)), merge_heads(d_out), *rows)
     dq, dk, dv = backward(queries, keys, rule, dtype=logsumexp.dtype)
+    # dQ is of the scaled queries. dK needs no scale: it is a product with them.
     return [rule.scaled(dq.reshape(query.shape), K), dk, dv]
 
 

@@ -37,6 +37,7 @@ def faults_of_aliases(module: Module) -> list[tuple[Instruction, str]]:
             )
         elif is_scheduled and root.opcode == "tuple" and result:
             writer = lines[places[operands(root)[result[0]]]]
+            # Back to the instruction that fills the memory; those between only name it.
             while writer.opcode in _SAME_MEMORY or writer.opcode.endswith("-done"):
                 writer = lines[places[operands(writer)[0]]]
             reader = _last_reader(lines, parameters[number])

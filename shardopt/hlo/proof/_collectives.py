@@ -68,6 +68,12 @@ def reduced_over(value: DerivedValue, kind: str, groups: Groups, order: int) -> 
         raise Unproved(f"no rule covers a reduction by {kind}.")
     if _varying_factors(value, groups):
         raise Wrong("it reduces over devices that hold different pieces of an array.", groups)
+    # all-reduce over groups of 2 of a sum with 4 terms, one term on each of 4 devices:
+    #
+    # devices   0   1   2   3       terms t0 t1 t2 t3
+    # groups    {0, 1} {2, 3}  ->  t0 + t1 twice, t2 + t3 twice: a sum of 2 terms remains
+    # groups    {0, 1, 2, 3}   ->  complete: nothing remains
+    # two devices of a group with the same term: it counts twice, which is wrong
     varying = [h for h in value.hidden if _varying(h.at, groups)]
     if not varying:
         return _of_copies(value, kind, groups, n)
@@ -152,6 +158,7 @@ def _incomplete(
             "its groups sum sets of terms that overlap, so that no later sum can complete them.",
             groups,
         )
+    # Groups that summed the same terms get one number: the next sum must see them as copies.
     at = _numbered(groups, [[distinct.index(member)] * n for member in members])
     origin = next((h.origin for h in varying if h.kind == kind), order)
     return [Hidden(kind, at, total // n, origin)]
@@ -187,6 +194,7 @@ def block(value: DerivedValue, dim: int, at: Positions, n: int) -> DerivedValue:
         factors[0] = factors[0]._replace(local=factors[0].local // n)
     elif factors and factors[0].size > 0 and factors[0].local % n == 0:
         major, minor = cut(factors[0], n)
+        # In blocks: `major` counts blocks of the whole dim.
         start = Positions.of(major.at.array + at.array)
         if minor.local == 1:
             hidden = with_element(
@@ -323,6 +331,7 @@ def exchanged(value: DerivedValue, dim: int, groups: Groups) -> DerivedValue:
     if n == 1:
         return value
     sent = block(value, dim, zeros(devices), n)
+    # An all-to-all is a gather of the senders' pieces, of which each device keeps one block.
     received = gathered(sent, dim, groups)
     # the block that arrives is the one with the receiver's number: gathering saw block 0 of every
     # device
@@ -349,6 +358,7 @@ def permuted(value: DerivedValue, senders: np.ndarray, order: int) -> DerivedVal
     if value.zero:
         return value
     receives = Positions.of(senders >= 0)
+    # A permute moves what is known of a device with its data.
     source = np.where(senders < 0, np.arange(len(senders)), senders)  # the others get zeros
 
     def moved(at: Positions) -> Positions:

@@ -109,6 +109,7 @@ class Reference:
             for count in range(1, len(axes) + 1)
             for chosen in itertools.combinations(axes, count)
         ]
+        # The weakest assumption first: nothing equal, then few axes, then the parameters too.
         for equal in [
             Equal(),
             *(Equal(chosen, params) for params in (False, True) for chosen in sets),
@@ -161,6 +162,7 @@ class Reference:
         """
         count = self.drawn.num_draws
         draws = [draw for draw in range(count) if all(map(_tells, self.results(draw)))]
+        # Each further draw must take a side of some choice that no draw before it took.
         for draw in range(count, count + len(STEERED)):
             before = self.sides.one_sided
             if not before:
@@ -241,6 +243,7 @@ def _difference(
     if all(error <= TOLERANCE for error in errors):
         return None
     reference_module = reference.interpreter.module
+    # Only now, because it interprets the program once more for each folded constant.
     rounding = errors_of_folding(interpreter.module, reference_module, arguments, results, scales)
     if all(error <= TOLERANCE + bound for error, bound in zip(errors, rounding, strict=True)):
         return None
@@ -320,6 +323,8 @@ def _scale(expected: np.ndarray, arguments: Sequence[np.ndarray]) -> float:
         for argument in arguments
         if argument.shape == expected.shape and argument.dtype.kind in "fV"
     ]
+    # A wrong gradient may change a parameter by 1e-3 of its size. Relative to the change it is
+    # large.
     return max(min([size, *changes]), NOT_ROUNDED * size)
 
 

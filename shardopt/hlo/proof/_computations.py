@@ -76,6 +76,8 @@ class Derivation:
 
     def run(self, name: str, arguments: tuple[Result, ...]) -> Result:
         """Return the result of a computation for its arguments."""
+        # Facts about the arguments decide the facts about the result, so equal calls are derived
+        # once.
         key = (name, arguments)
         if key not in self.known:
             self.known[key] = self._run(name, arguments)
@@ -90,6 +92,7 @@ class Derivation:
                 values[line.name] = arguments[int(line.arguments.partition(")")[0])]
             else:
                 values[line.name] = self.line(line, [values[name] for name in line.operands])
+            # After its own rule: only if that found no layout, pieces of neighbours may explain it.
             if line.opcode == "concatenate":
                 values[line.name] = self._joined(line, lines, values)
             if line.is_root:
@@ -140,6 +143,8 @@ class Derivation:
             return known(ids.astype(np.uint32), line)
         if opcode in KINDS:
             return self._collective(line, opcode, operands)
+        # Before the faults of the operand: as a whole the interval has none, and only this slice
+        # uses it.
         if opcode == "dynamic-slice" and (interval := operands[0].facts.interval) is not None:
             return block_of(line, interval, operands[1:])
         faults = _faults(operands)
@@ -291,6 +296,8 @@ class Derivation:
     def _while(self, line: Line, initial: Result) -> Result:
         body, condition = (line.attributes[key].strip(" %") for key in ("body", "condition"))
         state = initial
+        # A fixed point: each turn joins the carry with what the body makes of it, so facts only
+        # weaken.
         for _ in range(MAX_TURNS):
             following = join(state, self.run(body, (state,)), line)
             if following == state:
@@ -312,6 +319,7 @@ class Derivation:
         results = [self.run(name, (operand,)) for name, operand in branches]
         if index.faults:
             return faulty(line.shape, index.faults)
+        # Facts that hold in every branch, since which one a device takes is not known.
         result = functools.reduce(lambda a, b: join(a, b, line), results)
         hidden = used(index.hidden, line.order)
         return _with_hidden(result, hidden) if hidden else result
@@ -371,6 +379,7 @@ class Derivation:
 
     def _reduced(self, line: Line, value: DerivedValue, groups: Groups) -> DerivedValue:
         result = _collectives.reduced_over(value, self.reduction(line) or "?", groups, line.order)
+        # A count of rows, for example: whether a sum of equal numbers is meant, no rule can tell.
         if value.constant and not value.hidden and not value.zero and len(groups[0]) > 1:
             self.sums_of_constants[line.name] = None
         return result

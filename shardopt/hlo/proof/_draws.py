@@ -50,6 +50,8 @@ class Reached(NamedTuple):
             return source.integers(1, 3, shape)
         values = source.integers(0, size, shape)
         inside = [number for number in sorted(self.constants) if -size <= number < size]
+        # A special id, such as padding, would be drawn too seldom, so a fifth of the numbers are
+        # such.
         if inside and draw == 1:
             return np.where(source.random(shape) < 0.2, source.choice(inside, shape), values)
         return values
@@ -101,6 +103,7 @@ class Arguments:
                 value = source.integers(0, limit, shape.dims)
             elif line.name in self.reached:
                 value = self.reached[line.name].draw(name, shape.dims, draw, source)
+            # A negative second moment has no real root.
             elif "opt_state" in name or "weights" in name:
                 value = source.uniform(0.1, 1, shape.dims)
             else:

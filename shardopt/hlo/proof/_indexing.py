@@ -59,6 +59,7 @@ def dynamic_slice(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
         if size == local:
             continue
         start = starts_of(index, line.devices)
+        # The same place everywhere, known or not; below, each device has its own place.
         if start is None or (start == start[0]).all():
             hidden += _of_index(index, value, line)
             first = 0 if start is None else int(min(max(start[0], 0), local - size))
@@ -120,6 +121,8 @@ def dynamic_update_slice(line: Line, values: Sequence[DerivedValue]) -> DerivedV
             continue
         local = base.shape[dim]
         start = starts_of(index, line.devices)
+        # Each device writes its block into zeros: XLA's all-gather as an all-reduce of padded
+        # buffers.
         if start is not None and base.zero and _covers(start, size, local):
             start = np.clip(start, 0, local - size)
             dims[dim], block, update = _padded(local, update, dim, start, line)

@@ -157,6 +157,7 @@ class Interpreter:
             except (ValueError, IndexError, TypeError, KeyError) as error:
                 raise CannotInterpretError(instruction, str(error)) from error
             values.append(value)
+            # Counted as it runs: turns of loops are known only then.
             self.computed += 0 if instruction.opcode in _PASSED else _size(value)
             if self.limit is not None and self.computed > self.limit:
                 raise CannotInterpretError(
@@ -192,6 +193,7 @@ class Interpreter:
         step = self._step(line)  # a number has its bits in its own type
         source = line.operand(0).dtype
         target = wide.result.dtype
+        # Values are in double precision here, so the bits of a float32 must be taken of a float32.
         return lambda devices, values: step(devices, [values[0].astype(source)]).astype(target)
 
     def _step(self, line: Line) -> Step:
@@ -242,6 +244,7 @@ class Interpreter:
                 goes_on = np.asarray(self.call(condition, devices, [state]))
                 if not goes_on.any():
                     return state
+                # Devices may leave a loop at different turns. Those that stay run the body alone.
                 if goes_on.all():
                     state = self.call(body, devices, [state])
                     continue
@@ -264,6 +267,8 @@ class Interpreter:
                 )
             )
             result = None
+            # Devices that take one branch run it together; a collective in it sees them alone, and
+            # is refused if others of its group are missing.
             for branch in np.unique(chosen).tolist():
                 rows = np.flatnonzero(chosen == branch)
                 operand = _take(values[1 + branch], rows)

@@ -146,6 +146,8 @@ class _Search:
         """Go back from a result."""
         entry = self.module.entry
         root = root_of(self.module)
+        # Back from a wrong result to its first wrong source: a node whose sources are all right,
+        # and it is not.
         waiting = [(entry, root.name, result)]
         seen = set()
         sites = []
@@ -239,6 +241,8 @@ class _Search:
         """
         axes = [axis for axis, size in enumerate(self.shape) if size > 1]
         grid = array.reshape(*self.shape, *array.shape[1:])
+        # 0: copies along the axis, 1: pieces, 2: terms of a sum. Sums of powers add up over pieces,
+        # so no order of elements has to be known.
         for kinds in sorted(itertools.product((0, 1, 2), repeat=len(axes)), key=sum):
             summed = tuple(axis for axis, kind in zip(axes, kinds, strict=True) if kind == 2)
             pieces = tuple(axis for axis, kind in zip(axes, kinds, strict=True) if kind == 1)

@@ -146,6 +146,7 @@ def _splat(value: DerivedValue, devices: int) -> np.ndarray | None:
 
 
 def _bounded(shift: Shift, bound: np.ndarray, direction: str) -> Range:
+    # As an inclusive bound of the source: source + plus < bound is source <= bound - plus - 1.
     limit = bound - shift.plus.array + {"LT": -1, "GT": 1}.get(direction, 0)
     if direction in ("LT", "LE"):
         return Range(shift.source, None, Positions.of(limit), True)
@@ -227,11 +228,15 @@ def masked(line: Line, operands: Sequence[DerivedValue]) -> DerivedValue | None:
         table_rows.low,
         table_rows.high,
     ):
+        # Ids and start must be the same numbers in the lookup and in the mask, or rows would be
+        # lost.
         raise Unproved("it masks other rows than those that the device does not hold.")
     if table_rows.row not in rows.hidden:
         return None
     common, term, condition_value = unify(rows, without(predicate, table_rows.row))
     hidden = tuple(h for h in term.hidden if h != table_rows.row)
+    # Each id is in the rows of one device, and the others have zeros: a sum over them is the
+    # lookup.
     pending = table_rows.row._replace(kind="add", origin=line.order)
     return DerivedValue(
         line.dims,

@@ -37,6 +37,8 @@ def window(
     factor = value.dims[dim][0]
     has_sender = senders >= 0
     offsets = np.cumsum(sizes) - sizes
+    # [pieces, devices]: where the joined interval would begin in the dim, if this piece is at its
+    # place. All pieces of a device must say the same.
     places = factor.at.array[senders] + (starts - offsets)[:, None]
     at = np.where(has_sender, places, NOWHERE).max(0)
     low = at + offsets[:, None]

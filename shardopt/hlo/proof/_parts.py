@@ -106,6 +106,7 @@ def sliced(value: DerivedValue, start: int, stop: int, line: Line, apply: Apply)
         position += size
         if low >= high:
             continue
+        # A slice across a border takes the end of one part and the beginning of the next.
         if (low, high) != (0, size):
             shape = replaced(part.shape, dim, high - low)
             bounds = ",".join(

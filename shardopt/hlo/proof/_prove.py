@@ -130,12 +130,15 @@ def prove(
     inputs = source.inputs
     outputs = source.outputs
     sizes = _mesh_sizes(mesh, inputs, outputs)
+    # Two witnesses: `_derive` follows shardings by rules, `compare` interprets numbers. Neither
+    # uses the other; see docs/notes/compiled_proof.md.
     written = parse(text)
     module = opened(written)
     parameters = entry_parameters(module)
     if inputs is None or (len(inputs) != len(parameters) and not isinstance(program, str)):
         inputs = written_shardings(parameters, math.prod(sizes_of_program(module)))
     derived_faults, sums_of_constants = _derive(module, inputs, outputs)
+    # Of the module as XLA wrote it: a report names its lines, not those of opened fusions.
     instructions = [line for lines in written.computations.values() for line in lines]
     faults = {*derived_faults, *_faults_of_memory(written, instructions)}
     comparison = Comparison(None, "the program that XLA was given is unknown.")
@@ -324,6 +327,7 @@ def _faults_of_result(
         return frozenset(
             [Fault(False, root, f"result {index} is a bucket of pieces with different layouts.")]
         )
+    # Zero is a shard, a copy and a term of every sum, so it has any sharding.
     if value.zero:
         return frozenset()
     value = without_known_devices(value)
@@ -336,6 +340,7 @@ def _faults_of_result(
         fault = Fault(problem.is_wrong, root, f"result {index}: {reason}", problem.groups)
         return frozenset([fault])
     expected = {(h.at, h.count) for h in unified.hidden}
+    # Left over are terms of sums, choices by device, and elements of dims that are not declared.
     extra = [h for h in value.hidden if (h.at, h.count) not in expected or h.kind != "dim"]
     if not extra:
         return frozenset()

@@ -56,6 +56,7 @@ class ReferenceInterpreter(Interpreter):
 
     def run(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the whole results for whole arguments."""
+        # Outside of `shard_map` a value has one row, and all that runs there runs once.
         once = np.array([WHOLE if self.partitions > 1 else 0])
         return [value[0] for value in self._results(once, [value[None] for value in inputs])]
 
@@ -117,6 +118,8 @@ class ReferenceInterpreter(Interpreter):
         if devices[0] != WHOLE:
             return pieces.joined(value, devices, devices)
         result = pieces.joined(value, self.devices, np.arange(1))
+        # `joined` takes the pieces of one device of each group of copies. The others must have the
+        # same.
         self.uneven = self.uneven or error_between(pieces.cut(result, self.devices), value) > UNEVEN
         return result
 

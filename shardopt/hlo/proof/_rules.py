@@ -63,6 +63,8 @@ def unified_operands(
     for value in values[1:]:
         dims, common, _ = unify(common, value, pairs)
         common = common._replace(dims=common.dims_with(dims))
+    # Twice: the first pass finds the common dims, the second takes them out of each value's hidden
+    # dims.
     frame = DerivedValue(common.shape, common.dims)
     return common.dims, [unify(frame, value, pairs)[2] for value in values]
 
@@ -94,6 +96,7 @@ def _product(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
 def _quotient(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     dims, (dividend, divisor) = unified_operands(values)
     _check_blocks([dividend, divisor])
+    # Linear in the dividend alone.
     divisor = divisor._replace(hidden=used(divisor.hidden, line.order))
     return DerivedValue(line.dims, dims, multiplied([dividend, divisor], line.order))
 
@@ -122,6 +125,7 @@ def _check_pieces(
     terms = classes_of(h for h in value.hidden if h.kind in kinds)
     factors = [factor for i in dims for factor in other.dims[i] if factor.size > factor.local]
     if any(partition(factor.at) in terms for factor in factors):
+        # Not wrong: a model may use one head or one block on each device. The comparison decides.
         raise Unproved(AMBIGUOUS)
 
 
@@ -148,6 +152,8 @@ def _scalars_broadcast(values: Sequence[DerivedValue], line: Line) -> list[Deriv
 
 
 def _select(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
+    # A select that masks rows of other devices makes a term of a sum. Any other is treated as the
+    # product of its predicate and its branches.
     term = masked(line, values)
     if term is not None:
         return term
@@ -219,6 +225,7 @@ def transposed(value: DerivedValue, permutation: tuple[int, ...]) -> DerivedValu
     """Return a value with its dims permuted."""
     value = placed(value)
     moved = [dim for dim in permutation if value.shape[dim] != 1]
+    # A hidden element keeps its place if the dims to its right stay to its right, in any order.
     tails = [moved[i:] for i in range(len(moved) + 1) if sorted(moved[i:]) == sorted(moved)[i:]]
     minors = [math.prod(value.shape[dim] for dim in tail) for tail in tails]
     return value._replace(
@@ -308,6 +315,7 @@ def elements_to_hidden(
 def _pad(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     value, padding = values
     if pending(value) and not padding.zero:
+        # Each device pads, so the sum over devices would have the padding several times.
         raise Wrong("it pads a partial sum with numbers that are not 0.")
     dims = list(value.dims)
     for dim, part in enumerate(line.attributes["padding"].split("x")):
@@ -365,6 +373,8 @@ def reduced(value: DerivedValue, removed: Sequence[int], kind: str, line: Line) 
             if factor.size > factor.local:
                 if factor.size % factor.local or not all_multiples(factor.at, factor.local):
                     raise Unproved("it reduces a dim whose pieces overlap.")
+                # The devices' sums over their pieces are terms: `count` of them, and a later
+                # all-reduce adds them.
                 count = factor.size // factor.local
                 at = scaled(factor.at, 1, factor.local)
                 count, at = _within_elements(value.hidden, count, at)
@@ -446,6 +456,8 @@ def product(
     contracted = [i for i, _ in contracting]
     hidden = reduced(DerivedValue(lhs.shape, lhs.dims, terms), contracted, "add", line)
     sums = [h for h in hidden if h.kind == "add" and h.origin == line.order]
+    # One all-reduce over these devices would complete two sums at once, which is no product of
+    # sums.
     if classes_of(sums) & classes_of(h for h in terms if h.kind in ("own", *REDUCTIONS)):
         raise Unproved("it contracts a dim over the same devices as a sum that is not complete.")
     places = [(lhs, i) for i, _ in batch]

@@ -50,6 +50,12 @@ class Positions(_Shared):
         return str(self.array.tolist())
 
 
+# Dim of 8 elements on 4 devices:
+#
+# whole on each device        Factor(8, 8, at=[0, 0, 0, 0])
+# cut into 4                  Factor(2, 8, at=[0, 2, 4, 6])
+# cut into 2, each copied     Factor(4, 8, at=[0, 0, 4, 4])
+# one element on each of 8 devices is no factor of the dim: it is `Hidden("dim", ...)`
 class Factor(NamedTuple):
     """A device holds `local` elements, from position `at` on, of a dim of `size` elements.
 
@@ -205,6 +211,7 @@ SCATTERED = -2
 """The origin of dims of which a collective leaves one element on each device."""
 SLICED = -3
 """The origin of dims of which a slice leaves one element on each device."""
+# The most that may be wrong comes first: of two claims about one coordinate, the stronger stays.
 _RANK = {"own": 4, **dict.fromkeys(REDUCTIONS, 3), "device": 2, "dim": 1}
 
 
@@ -283,6 +290,7 @@ def normal(dim: Dim) -> Dim:
     for factor in dim:
         if factor.local == 1:
             continue
+        # A whole minor factor adds nothing: (4 of 8) x (3 of 3) is (12 of 24).
         if joined:
             major = joined[-1]
             if major.size == 0 and factor.size == 0:
@@ -320,6 +328,8 @@ def split_dims(factors: Sequence[Factor], shape: Sequence[int]) -> tuple[Dim, ..
     for size in shape:
         dim: list[Factor] = []
         missing = size
+        # Invariant: the dims so far use up the factors that are popped, major first, as a reshape
+        # keeps the order of elements.
         while missing > 1:
             if not pending:
                 raise Unproved("the reshape has another number of elements.")
@@ -380,6 +390,7 @@ def unified(first: Dim, second: Dim) -> Dim:
         return first
     factors = []
     for a, b in aligned(first, second):
+        # A value that is constant along a dim fits whatever piece the other one is.
         if a == b or b.size == 0:
             factors.append(a)
         elif a.size == 0:
@@ -526,6 +537,7 @@ def added(values: Sequence[DerivedValue], order: int, kind: str = "add") -> Hidd
     device's own: a later sum counts the whole value several times, unless it is an average.
     """
     terms = [value for value in values if not (kind == "add" and value.zero)]
+    # By classes of devices: two numberings of the same classes are one sum.
     reductions = {partition(h.at): h for value in terms for h in pending(value)}
     changed = []
     for value in terms:
@@ -579,6 +591,7 @@ def without_known_devices(value: DerivedValue) -> DerivedValue:
             coordinates += [
                 other.at for other in hidden if other is not h and other.kind in ("dim", "device")
             ]
+            # A device that chose by its number, and whose piece says the same, chose by its piece.
             if determines(coordinates, h.at):
                 hidden.remove(h)
     return value._replace(hidden=tuple(hidden))
@@ -600,6 +613,7 @@ def joined(first: DerivedValue, second: DerivedValue) -> DerivedValue:
         return _joined_parts(first, second)
     try:
         common, first, second = unify(first, second)
+        # As for a sum: if one is a term and the other is complete, the result is neither.
         hidden = added([first, second], -1)
     except Wrong as problem:
         raise Unproved(f"a loop or branch changes what a value holds: {problem.reason}") from None
