@@ -284,10 +284,14 @@ class Checkpoints:
             state = without_hashed(state, self.hash_only)
             sums = None if sums is None else {path: sums[path] for path in leaves_by_path(state)}
         meta = describe_state(state, step, metrics, extra)._replace(sums=sums)
+        # On all processes or on none: one that went on alone would wait for the others in the next
+        # save.
         raise_together(self._settled())
         on_primary_process(lambda: self._prepare(meta.step))
+        # From the beginning of a save: slow disks must not stretch the time between two of them.
         self._save_time = _clock()
         commit = start_write(self._lock, self._writer, state, meta)
+        # The copy is on the host by now. Writing it needs neither the devices nor the state.
         self._pending = self._thread.submit(self._commit_and_rotate, commit, meta.step)
 
     def wait(self) -> None:
@@ -526,5 +530,7 @@ def _best(directory: Path, metric: str | None, mode: str) -> int | None:
             _LOG.warning("%s: step %d in %s is not the best: %s", _CALLER, step, directory, error)
             continue
         if not math.isnan(value):
+            # One order for both modes: the smallest value is the best, and of equal ones the
+            # earliest step.
             values[step] = value if mode == "min" else -value
     return min(values, key=lambda step: (values[step], step), default=None)

@@ -151,6 +151,7 @@ def _filled_records(
     )
     sources: dict[LeafPath, LeafPath] = {}
     equal: dict[LeafPath, list[LeafPath]] = {}
+    # The strictest rule first. A record that it fills is taken, and a weaker rule cannot steal it.
     for rule in (_equal_fields, _fewer_fields, _more_maxima):
         _fill(new_records, old_records, rule, fits, sources, equal)
     return sources, equal
@@ -226,6 +227,8 @@ def _split(
 ) -> tuple[LeafPath, str, LeafPath | None]:
     """Return the state that a leaf belongs to, its field, and its parameter or None."""
     for place in range(start, len(path)):
+        # The longest end of the path that names a parameter. A number before it is a place in a
+        # chain and no field.
         if path[place + 1 :] in params and not path[place].isdecimal():
             return path[:place], path[place], path[place + 1 :]
     return path[:-1], path[-1], None
@@ -307,8 +310,11 @@ def _pair(fillers: list[tuple[Record, list[Record]]]) -> list[tuple[Record, list
     Raises:
       CheckpointError: if that is open.
     """
+    # Without an overlap each parameter of a record has one source, even if several records share
+    # them.
     if not fillers or not _overlap(fillers):
         return fillers
+    # Two Adams in one chain, for example: alike in fields, and told apart by their places.
     pairs = _pairs_by_place(fillers)
     if pairs is not None:
         return pairs

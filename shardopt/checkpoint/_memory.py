@@ -140,6 +140,7 @@ class MemoryWriter:
         """
         abstract_state = opt.abstract_state()
         vault_pieces = self._vault_pieces() if jax.process_index() == 0 else []
+        # Process 0 alone asks the vaults: a vault that is lost meanwhile must not give two answers.
         received = [json.loads(text) for text in exchange(json.dumps([vault_pieces, later_than]))]
         # The processes may not all see the newest checkpoint in the shared folder yet.
         newest_checkpoint = max(step for _, step in received)
@@ -151,6 +152,8 @@ class MemoryWriter:
             if snapshot is None:
                 text = "%s: the snapshot of step %d is not restored: %s."
                 _LOG.warning(text, self._caller, candidate.step, problem)
+            # All processes restore one step. If one of them cannot, all go on to the next older
+            # one.
             if all(json.loads(text) for text in exchange(json.dumps(snapshot is not None))):
                 assert snapshot is not None
                 return snapshot._replace(extra=json.loads(exchange(json.dumps(snapshot.extra))[0]))
@@ -162,6 +165,7 @@ class MemoryWriter:
 
     def _own_vaults(self) -> list[str]:
         count = len(self._vaults)
+        # Processes are numbered host by host, so this is the host of the process.
         host = jax.process_index() * count // jax.process_count()
         return list(dict.fromkeys((self._vaults[host], self._vaults[(host + 1) % count])))
 
@@ -220,6 +224,8 @@ def complete_steps(
     holders: dict[tuple[int, str], dict[int, list[str]]] = {}
     for address, rank, step, group in held:
         if step > later_than:
+            # By attempt too: pieces of one step from two attempts may belong to different
+            # histories.
             holders.setdefault((step, group), {}).setdefault(rank, []).append(address)
     complete = [
         CompleteStep(step, group, ranks)
@@ -301,6 +307,7 @@ def assemble(
         }
         for path, leaf in abstract_leaves.items()
     }
+    # Each element that is copied is counted off. At 0 no further piece is read.
     num_missing = sum(_num_elements(bounds) for needed in shards.values() for bounds in needed)
     copied: set[tuple[LeafPath, Bounds]] = set()
     first_piece = None
@@ -311,6 +318,8 @@ def assemble(
             return None, misfit
         for path, (_, piece_shards) in piece.leaves.items():
             for piece_bounds, values in piece_shards.items():
+                # Several pieces hold a shard that was copied over devices. Counted twice, it would
+                # hide a gap.
                 if (path, piece_bounds) not in copied:
                     copied.add((path, piece_bounds))
                     num_missing -= sum(

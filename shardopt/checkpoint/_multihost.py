@@ -33,6 +33,7 @@ def on_primary_process(action: Callable[[], T]) -> T:
             value = action()
         except Exception as error:
             failure = error
+    # Also after a failure, since the others wait here for the answer.
     value, received = json.loads(exchange(json.dumps([value, _describe(failure)]))[0])
     if failure is not None:
         raise failure

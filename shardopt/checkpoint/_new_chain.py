@@ -132,6 +132,8 @@ def fill_new_chain(
     values = leaves_by_path({"params": chain.params}) if new_params else {}
     leaves |= {path: _placed(values[path], wanted[path].sharding) for path in new_params}
     if match.started:
+        # From the restored parameters: the first values of some states depend on them
+        # (schedule-free).
         leaves |= _started(chain, wanted_state, leaves, match.started)
     structure = jax.tree.structure(wanted_state)
     return to_wanted(structure.unflatten([leaves[path] for path in wanted]), changes)
@@ -167,6 +169,7 @@ def _read(
     share memory.
     """
     leaves: dict[LeafPath, jax.Array] = {}
+    # Each turn reads every source once, into the first leaf that still wants it.
     while open_paths := [path for path in sources if path not in leaves]:
         paths = {sources[path]: path for path in open_paths}
         tree = nest({_names(origin): abstract_leaves[path] for origin, path in paths.items()})

@@ -142,8 +142,11 @@ def load(
     path = run_folder(directory)
     chosen_step = on_primary_process(lambda: _choose_step(path, step))
     folder = step_folder(path, chosen_step)
+    # Sizes and small files first, which takes no time. The bytes of arrays are hashed while they
+    # are read.
     _check_undamaged(path, chosen_step, verify(folder, arrays=False))
     meta = read_meta(folder)
+    # A part reads few of the bytes. Hashing all of them would cost more than it reads.
     is_part = (
         not isinstance(target, ShardedOptimizer)
         and not meta.leaves.keys() <= _asked_for(meta.leaves, target).keys()

@@ -141,6 +141,7 @@ def to_wanted(state: PyTree, changes: dict[LeafPath, ResizedLeaf]) -> PyTree:
                 leaf = jnp.expand_dims(merge_replicas(leaf, dim), dim)
             return jnp.broadcast_to(leaf, change.wanted.shape)
 
+        # On the devices: each holds a part of the old values, and gets its part of the new ones.
         leaves[path] = jax.jit(merge, out_shardings=change.wanted.sharding)(leaves[path])
     return with_leaves(state, list(leaves.values()))
 
@@ -204,6 +205,8 @@ def _keeps_parts(dims: tuple[int, ...], entries: tuple[Any, ...], first_part_dim
     """
     if any(dim >= len(entries) for dim in dims):
         return False
+    # Along replica all have the same part. Along two other axes, [2, 4] may become [4, 2], and
+    # nothing tells which part went where.
     part_dims = [dim for dim in dims if dim >= first_part_dim and entries[dim] != "replica"]
     return len(part_dims) < 2
 

@@ -218,6 +218,7 @@ class Writer:
             self._orbax.wait_until_finished()
         except Exception as error:
             failures.append(error)
+        # orbax left these out when it failed. The other processes wait at them.
         while self._passed < _BARRIERS:
             self._barrier()
 
@@ -252,6 +253,7 @@ def read_arrays(folder: Path, target: PyTree) -> PyTree:
 
     wanted = leaves_by_path(target)
     stored_leaves = {path: to_storable(leaf) for path, leaf in wanted.items()}
+    # Empty leaves were not stored. Their shape says all, so they are made below.
     nonempty_leaves = {path: leaf for path, leaf in stored_leaves.items() if leaf.size}
     handler = ocp.PyTreeCheckpointHandler(
         restore_concurrent_gb=_gigabytes_at_once(nonempty_leaves.values())

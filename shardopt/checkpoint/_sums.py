@@ -29,6 +29,7 @@ def leaf_sums(state: PyTree) -> LeafSums:
     ]
     replicated = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
     with without_mesh():
+        # One program for all leaves, and 8 bytes a leaf come to the host.
         sums = np.asarray(jax.jit(_sums, out_shardings=replicated)(arrays))
     return {
         path: f"{int(first):08x}{int(second):08x}"

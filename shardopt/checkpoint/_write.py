@@ -115,6 +115,12 @@ def start_write(
     caller = lock.caller
     directory = lock.directory
     step = meta.step
+    # written    orbax has written all arrays of all processes
+    # recorded   process 0 adds shardopt.json
+    # digested   each process reads its share of the files, and syncs them to disk
+    # committed  process 0 writes MANIFEST.json and renames the folder: only now it is a checkpoint
+    #
+    # A barrier ends each stage. A process that failed still comes to all of them.
     failures: list[Exception] = []
     try:
         writer.start(staging_folder(directory, step), state)
@@ -161,6 +167,7 @@ def _finish_write(
     run_stage("committed", lambda: _commit(lock, meta.step) if rank == 0 else None)
     if failures:
         raise failures[0]
+    # How a process without a failure hears of one of process 0: the rename did not happen.
     if folder.exists() or not step_folder(directory, meta.step).exists():
         raise OSError("process 0 failed; its message has the reason")
 
@@ -177,6 +184,7 @@ def _commit(lock: RunLock, step: int) -> None:
         if not rank_file.exists():
             raise OSError(f"process {rank} failed; its message has the reason")
         digests |= json.loads(rank_file.read_text())
+        # Through files and not by a message: this runs on a thread, next to the training.
         rank_file.unlink()
     if digests.keys() != file_sizes(folder).keys():
         raise OSError(

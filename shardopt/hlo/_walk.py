@@ -219,6 +219,8 @@ def computations_with_collectives(module: Module) -> set[str]:
             for callee in callees(instruction):
                 callers.setdefault(callee, set()).add(name)
             if kind_of(instruction):
+                # Backwards from collectives to their callers. The walk then skips all other
+                # computations, which are most of a program.
                 unvisited.append(name)
     reaching: set[str] = set()
     while unvisited:

@@ -261,6 +261,8 @@ def gradients(
         dq, sums = _scan(add_key_tile, jnp.zeros(queries.query.shape, wide), (key_tiles, sums))
         return sums, dq
 
+    # Queries outside, keys inside: dQ of a tile is complete after the inner loop, while dK and dV
+    # of all tiles are carried.
     (dk, dv), dq = _scan(add_query_tile, d_key_tiles, query_tiles)
     length = keys.key.shape[-2]
     return (
@@ -275,6 +277,7 @@ def _absorb_tile(
 ) -> State:
     scores = _scores(query, query_marks, keys, rule)
     value = keys.value
+    # The running maximum keeps exponentials at 1 at most. Sums so far are rescaled to the new one.
     top = jnp.maximum(state.top, jnp.max(scores, axis=-1))
     # If all keys are hidden, the weights are 1. The first visible key multiplies them by exp(-1e30)
     # = 0.
@@ -303,6 +306,7 @@ def _tile_gradients(queries: Queries, keys: Keys, rule: MaskRule) -> tuple[Array
     ds = rule.scaled(p * (dp - delta[..., None]), query.shape[-1])
     if rule.softcap is not None:
         # hidden keys have p = 0
+        # tanh' = 1 - tanh^2, and `scores` are c tanh already.
         ds = ds * (1 - jnp.square(jnp.maximum(scores, -rule.softcap) / rule.softcap))
     ds = ds.astype(query.dtype)
     dv = product("bgrts,bgrtk->bgsk", p.astype(value.dtype), d_out)
@@ -359,6 +363,7 @@ def _unless_hidden(
     largest = functools.partial(jnp.max, axis=-1)
     assert query_marks.positions is not None
     assert key_marks.positions is not None
+    # Judged by extremes, which are cheap. A tile that is skipped costs no product, unlike a mask.
     needed = None
     if rule.causal:
         needed = largest(query_marks.positions) >= smallest(key_marks.positions)
@@ -389,6 +394,7 @@ def _split_tiles(x: Array, dim: int, fill: float = 0) -> Array:
     count = _num_tiles(length)
     if count == 1:
         return x[None]
+    # Equal tiles with little padding, not full ones and a small last one.
     size = -(-length // count)
     widths = [(0, 0)] * x.ndim
     widths[dim] = (0, count * size - length)

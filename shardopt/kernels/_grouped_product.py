@@ -83,6 +83,7 @@ def product_of_groups(
         out = gmm(padded_rows, weights, sizes, rows.dtype, tiles, transpose_rhs=transposed)[
             : rows.shape[0]
         ]
+    # Not every implementation writes the rows behind the last group.
     return jnp.where(jnp.arange(rows.shape[0])[:, None] < jnp.sum(sizes), out, 0)
 
 
@@ -156,10 +157,13 @@ def _visits(num_rows: int, sizes: Array) -> tuple[int, Array, Array, Array, Arra
     and the end of its group.
     """
     groups = sizes.shape[0]
+    # About the average group, as a power of two: larger tiles would mostly be padding.
     tile = min(_TILE, max(8, 1 << (num_rows // (2 * groups)).bit_length()))
     tiles_per_group = -(-sizes // tile)
     ends = jnp.cumsum(sizes)
     tile_ends = jnp.cumsum(tiles_per_group)
+    # At most so many tiles, whatever the sizes are: each group wastes less than one. The loop below
+    # ends at the real number.
     index = jnp.arange(-(-num_rows // tile) + groups)
     group = jnp.minimum(jnp.sum(index[:, None] >= tile_ends[None], axis=1), groups - 1)
     first = (ends - sizes)[group] + (index - (tile_ends - tiles_per_group)[group]) * tile
@@ -186,6 +190,7 @@ def _product_in_tiles(rows: Array, weights: Array, sizes: Array, transposed: boo
             out, jnp.where(in_group, tile_product, 0).astype(out.dtype), first[i], 0
         )
 
+    # Room for the last tile, which may write beyond the rows.
     out = jnp.zeros((M + tile, weights.shape[1 if transposed else 2]), rows.dtype)
     return lax.fori_loop(0, count, multiply_tile, out)[:M]
 

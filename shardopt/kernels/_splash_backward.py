@@ -58,6 +58,8 @@ def gradients(
     )
     heads = max(most_heads(piece_size, jnp.float32, vmem()), 1)
     # pairs of pieces that have the same mask
+    # The kernel is compiled for each mask, not for each pair: most pairs below the diagonal see
+    # all.
     pairs_by_mask: dict[tuple[MaskRule, int], list[tuple[int, int]]] = {}
     for query_lead in range(piece_size - T, T, piece_size):
         if _tiles(piece_size, query_lead, block, rule):
@@ -157,6 +159,7 @@ def _tiles(T: int, query_lead: int, block: int, rule: MaskRule) -> list[tuple[in
             rule.window is None or smallest_gap < rule.window
         )
 
+    # By key block: the same keys stay in VMEM while queries pass.
     return [(i, j) for j in range(T // block) for i in range(T // block) if has_visible_key(i, j)]
 
 
@@ -258,6 +261,10 @@ def _add_tile(
     logsumexp, delta = (
         jnp.concatenate([x[h] for h in range(heads)], axis=1) for x in (logsumexp, delta)
     )
+    # Grid: (B, G, groups of heads, tiles). The last two run in order on one core, so sums stay:
+    #
+    # dQ of these heads        cleared at their first tile, written after their last
+    # dK, dV of this group     cleared at the first tile of the first heads, written after the last
     head = pl.program_id(2)
     tile = pl.program_id(3)
     last_tile = pl.num_programs(3) - 1
@@ -266,12 +273,14 @@ def _add_tile(
     scores = capped(product(key, query, 1, 1), rule.softcap)
     # of the scores before the cap: tanh' = 1 - tanh^2
     slope = None if rule.softcap is None else 1 - jnp.square(scores / rule.softcap)
+    # Positions of queries minus positions of keys, of which the mask depends alone.
     lead = query_lead + (query_blocks[tile] - key_blocks[tile]) * block
     same_segment = segments[0] == segments[1][:, :1] if segments else None
     by_head = [slice(h * block, (h + 1) * block) for h in range(heads)]
     scores = jnp.concatenate(
         [hide(scores[:, part], lead, 1, same_segment, rule) for part in by_head], axis=1
     )
+    # The weights themselves: `logsumexp` is of all keys, so no sum is needed here.
     weights = jnp.exp(scores - logsumexp)
     d_scores = weights * (product(value, d_out, 1, 1) - delta)
     d_scores = (d_scores if slope is None else d_scores * slope).astype(query.dtype)

@@ -131,6 +131,7 @@ def _mix(
     Rows are the queries of all heads.
     """
     *segments, out, logsumexp, top, total, mixed = refs
+    # One product for the queries of several heads: they use the same keys.
     heads = query_ref.shape[0]
     V = value_ref.shape[1]
     i = pl.program_id(2)

@@ -207,6 +207,8 @@ def attention(
         _as_rows("positions", positions, {"[T]": query.shape[1:2], **rows}),
         _as_rows("segment_ids", segment_ids, rows),
     )
+    # The proof of rows reads plain operations, and no kernel. The mark tells it that this is
+    # attention.
     if is_analysed():
         return marked(ATTENTION, functools.partial(_plain_attention, rule=rule))(
             query, key, value, marks, sinks
@@ -220,6 +222,7 @@ def attention(
         run_attention = _pad_values(
             _AttentionOverContext(context_axes, rule, implementation, method)
         )
+    # Positions in any order: `_flash` makes the mask tile by tile. A whole mask would be T x T.
     elif positions is not None:
         ring = ring_of((), 1, query.shape[1], rule, natural=False)
         run_attention = _pad_values(functools.partial(attend, ring))
@@ -272,6 +275,8 @@ class _AttentionOverContext:
             return attend(GatheredKeys(self.axes, self.rule), query, key, value, marks, sinks)
         if method == "ring":
             return attend(self._ring(query, natural), query, key, value, marks, sinks)
+        # As many devices as divide the heads exchange them; over the others keys go around in
+        # rings.
         degree = math.gcd(size, key.shape[2])
         if degree == 1:
             problem = (
@@ -287,6 +292,7 @@ class _AttentionOverContext:
         by_kernel = kernel == "splash" or (
             kernel == "cudnn" and self.rule.softcap is None and sinks is None
         )
+        # Each device then has whole rows in order, for some heads: a kernel's own case.
         if natural and degree == size and by_kernel:
             run_attention = _kernel(kernel, self.rule)  # pyright: ignore[reportAssignmentType]
         else:
@@ -362,7 +368,9 @@ def choose_method(
     if length <= _MAX_GATHERED_LENGTH:
         return "all_gather"
     # bytes per position of a device and component of a head, forward and backward
+    # Keys and values go around twice, and their gradients once, in float32 at least.
     ring = hops * kv_heads * (4 * itemsize + 2 * max(4, itemsize))
+    # Queries, results, keys and values, each forwards and backwards.
     exchange = 4 * (size - 1) / size * (heads + kv_heads) * itemsize
     return "all_to_all" if kv_heads % size == 0 and exchange <= ring else "ring"
 
@@ -439,6 +447,8 @@ def _plain_attention(
     mixed = []
     for start in range(0, length, size):
         end = start + size
+        # Queries of a slice see no key before the window of the first one, nor after the last one.
+        # So the square of scores shrinks to a staircase.
         first_key = 0 if rule.window is None else max(0, start + 1 - rule.window)
         mixed.append(attend(slice(start, end), slice(first_key, end)))
     return jnp.concatenate(mixed, axis=1)
@@ -490,6 +500,7 @@ def masked_attention(
     if sinks is not None:
         sinks = sinks.astype(wide).reshape(1, *scores.shape[1:-2], 1, 1)
         top = jnp.maximum(top, jnp.broadcast_to(sinks, top.shape))
+    # The softmax does not depend on `top`, so its gradient is zero and need not be computed.
     top = jax.lax.stop_gradient(top)
     weights = jnp.exp(scores - top)
     mixed = jnp.einsum(

@@ -91,6 +91,7 @@ def cross_entropy(
     if chunk is None or chunk >= T or is_analysed():
         return _nats(x, head, targets, logits_dtype, softcap)
     count, num_last = divmod(T, chunk)
+    # A scan keeps forward and backward pass apart, so no barrier has to.
     chunk_nats = jax.checkpoint(
         functools.partial(_nats, dtype=logits_dtype, softcap=softcap), prevent_cse=False
     )

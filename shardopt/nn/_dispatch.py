@@ -48,6 +48,7 @@ def spread(x: Float[Array, "n D"], order: Array, inverse: Array) -> Float[Array,
 
     Backwards, the gradients of a token's choices are gathered, not scattered.
     """
+    # Choice token * K + k belongs to `token`.
     return x[order // (order.shape[0] // x.shape[0])]
 
 
@@ -68,6 +69,7 @@ def combine(
 
 def _sum_choices(tokens: int, rows: Array, inverse: Array) -> Array:
     # choices first: a TPU adds whole arrays of tokens faster than the few neighbours of each token
+    # [K, n, D]
     rows_of_choices = rows[inverse.reshape(tokens, -1).T]
     return jnp.sum(rows_of_choices, axis=0, dtype=wide_dtype(rows.dtype)).astype(rows.dtype)
 
@@ -124,6 +126,8 @@ def plan_exchange(axes: Axes, sizes: Int[Array, " E"]) -> Exchange:
     # [X, E], where each expert begins in the sorted rows of each device
     begin_at_sender = jnp.cumsum(all_sizes, axis=1) - all_sizes
     totals = jnp.sum(all_sizes, axis=0).reshape(devices, num_local)
+    # At a receiver: first all rows of its first expert, from device 0, 1, ..., then of the next
+    # expert. So received rows are sorted by expert, and no device sorts them.
     begin_at_receiver = (
         (jnp.cumsum(totals, axis=1) - totals).reshape(-1)[None]
         + jnp.cumsum(all_sizes, axis=0)
@@ -136,6 +140,7 @@ def plan_exchange(axes: Axes, sizes: Int[Array, " E"]) -> Exchange:
     to_experts = Slices(
         begin_at_sender[device], sizes, begin_at_receiver[device], select_local(all_sizes)
     )
+    # The way back: senders and receivers change places.
     to_tokens = Slices(
         select_local(begin_at_receiver),
         select_local(all_sizes),

@@ -160,6 +160,7 @@ def _look_up_with_wide_sums(table: jax.Array, ids: jax.Array) -> jax.Array:
 def _tangents(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, Any]) -> tuple:
     """Look the tangent up in a wide table. The transpose then adds wide numbers."""
     (table, ids), (d_table, _) = primals, tangents
+    # The transpose of this cast is a cast of the sum, so rows are added in float32.
     d_table = d_table.astype(wide_dtype(table.dtype))
     rows = _rows_of(table, ids)
     places = jnp.take(jnp.arange(len(table)), ids, mode="fill", fill_value=len(table))
@@ -209,11 +210,14 @@ def _look_up_by_exchange(table: ColumnTable, ids: jax.Array) -> jax.Array:
             return [jax.lax.all_gather(xs[0], axis, tiled=True)]
 
         (all_ids,) = shard_by_shard(gather, [ids], [PartitionSpec()])
+        # [n R, D/n] -> [R, D]: rows are split over devices, and columns are joined.
         return exchange(_look_up(shard, all_ids), 0, 1), all_ids
 
     def backward(all_ids: jax.Array, grad: jax.Array) -> tuple[jax.Array, None]:
         zeros = jnp.zeros(shape, wide_dtype(dtype))
         _, pullback = jax.vjp(lambda table: _look_up(table, all_ids), zeros)
+        # Backwards in the other direction: each device gets its columns of the gradients of all
+        # ids.
         (d_columns,) = pullback(exchange(grad, 1, 0).astype(zeros.dtype))
         return constrain_tensor([d_columns.astype(dtype)], [table.tensor])[0], None
 

@@ -222,6 +222,7 @@ def _route_and_run(
     B, T, D = x.shape
     routes = route(settings.routing, x, router, *biases)
     chunk = settings.chunk
+    # A token with NaN scores goes to no expert. Its output would be 0 and hide the NaN.
     nan_or_zero = jnp.where(routes.is_nan, jnp.nan, 0)[..., None].astype(x.dtype)
     E = router.shape[1]
     N = B * T
@@ -266,6 +267,8 @@ def _dispatch_and_combine(
     exchange = plan_exchange(axes.expert, sizes)
     devices = jax.lax.axis_size(axes.expert)
     num_local = weights["up"].shape[0]
+    # A token sends at most one row to each of a device's experts, and has K choices. So no row is
+    # ever dropped, whatever the router does.
     max_rows = min(K, num_local) * n
 
     def send_to_experts(a: Array) -> Array:
@@ -384,6 +387,7 @@ def _on_each_device(
 
     def region(*arrays: Any) -> tuple[Array, RouterStatistics]:
         y, statistics = run(axes_of_region, _Inputs(*arrays))
+        # Load and probability are means over positions, of which each device has some.
         if context_axes:
             statistics = jax.tree.map(lambda array: jax.lax.pmean(array, context_axes), statistics)
         return y[None], statistics

@@ -170,5 +170,6 @@ def _permutation(length: int, num_devices: int, order: str) -> np.ndarray:
     positions = np.arange(length)
     if order == "striped":
         return positions.reshape(-1, num_devices).T.ravel()
+    # Chunk i has few keys before it and chunk 2C - 1 - i many: together all pairs have as many.
     chunks = positions.reshape(2 * num_devices, -1)
     return np.stack([chunks[:num_devices], chunks[: num_devices - 1 : -1]], axis=1).ravel()

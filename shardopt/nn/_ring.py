@@ -61,6 +61,13 @@ class Ring(NamedTuple):
 
             return _unless_ahead(self, hop, update, state)
 
+        # Four devices, natural order; (q, k) is a block of queries and of keys:
+        #
+        # hop        device 0   device 1   device 2   device 3
+        # 0          q0 k0      q1 k1      q2 k2      q3 k3      causal within the block
+        # 1          q0 k3 -    q1 k0      q2 k1      q3 k2      - is ahead of the queries: skipped
+        # 2          q0 k2 -    q1 k3 -    q2 k0      q3 k1
+        # 3          q0 k1 -    q1 k2 -    q2 k3 -    q3 k0      `so.nn.zigzag` evens out the work
         state = empty_state(query)
         # sent while the product runs, also below
         next_blocks = send(self, keys) if self.hops else keys
@@ -75,6 +82,7 @@ class Ring(NamedTuple):
             carry = state, next_blocks
             (state, next_blocks), _ = lax.scan(hop_step, carry, jnp.arange(1, self.hops))
         if self.hops:
+            # The last block is not sent on, so it is outside of the loop.
             state = absorb_block(state, jnp.int32(self.hops), next_blocks)
         return state
 
@@ -118,6 +126,7 @@ class Ring(NamedTuple):
             if self.hops > 1:
                 carry, _ = hop_step(carry, jnp.int32(self.hops), last=True)
             dq, sums, _ = carry
+            # Device i now has the sums of the keys of device i - hops.
             own_sums = jax.tree.map(jnp.add, own_sums, send(self, sums, -self.hops))
         dk, dv = own_sums
         return dq, dk, dv
@@ -155,6 +164,8 @@ def _rule_of_block(ring: Ring, hop: Array | int) -> MaskRule:
     """Return the rule of a block without its position: this device's own block (a hop that is an
     int) alone is causal.
     """
+    # A kernel counts positions from 0 in both blocks, which is right for the own block alone. Other
+    # blocks are seen whole, or skipped by `_unless_ahead`.
     return ring.rule._replace(causal=ring.rule.causal and isinstance(hop, int))
 
 
@@ -183,6 +194,8 @@ def _key_marks(ring: Ring, length: int) -> Callable[[Array | int, Marks], Marks]
     def marks_at(hop: Array | int, marks: Marks) -> Marks:
         if marks.positions is not None:
             return marks
+        # Keys come from the device `hop` places before, so their positions follow and need not be
+        # sent.
         first_position = (block - hop) % devices * length
         return marks._replace(
             positions=(first_position + jnp.arange(length, dtype=jnp.int32)).astype(jnp.int32)[None]

@@ -117,6 +117,7 @@ def route(
     else:
         scores = jax.nn.sigmoid(logits)
         probability = scores / jnp.sum(scores, axis=-1, keepdims=True)
+    # The bias chooses experts and has no gradient: it follows the load, see `_balance`.
     ranked_scores = jax.lax.stop_gradient(
         scores if bias is None else scores + bias.astype(wide)[None, None]
     )
@@ -124,11 +125,13 @@ def route(
         ranked_scores = _scores_of_best_groups(ranked_scores, *routing.groups)
     _, experts = jax.lax.top_k(ranked_scores, top_k)
     is_nan = jnp.any(jnp.isnan(ranked_scores), axis=-1)
+    # E is no expert: the token takes no place at any of them.
     experts = jnp.where(is_nan[..., None], E, experts)
     # [B, T, K, E]; a mask, since the gradient of a gather would be a scatter
     is_chosen = experts[..., None] == jnp.arange(E)[None, None, None]
     weights = jnp.sum(jnp.where(is_chosen, scores[:, :, None], 0), axis=-1)
     if routing.normalize:
+        # Sigmoids may all be 0; the small number keeps 0 / 0 out.
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     weights = weights * routing.scale
     count = jnp.sum(is_chosen, axis=2, dtype=wide)  # [B, T, E], 0 or 1

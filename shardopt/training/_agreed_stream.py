@@ -39,6 +39,7 @@ class AgreedStream:
           RuntimeError: if the loader of another process fails.
         """
         batch, error = self.rows.draw(self._draw_or_end)
+        # One message for rows, signals and errors, so that a step costs one exchange.
         messages = self.rows.exchange(batch, note=received_signal(), error=error)
         stopped = strongest([message.note for message in messages])
         if all(message.claim != "end" for message in messages):

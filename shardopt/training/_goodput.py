@@ -163,6 +163,7 @@ class Ledger:
         if self._phase == "step" and not self._has_compiled:
             return "compile"
         if self._phase in _STEP_PHASES:
+            # An earlier attempt took this step, and lost it with the state.
             return "redone" if self._step < self._highest_step else "useful"
         return self._phase if self._phase in CAUSES else "useful"
 

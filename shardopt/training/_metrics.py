@@ -82,6 +82,8 @@ class Meter:
         """
         if self._pending is None and not self._newest_metrics:
             _check_metrics(metrics)
+        # One step late: the devices run the newest step while the metrics of the one before are
+        # read.
         previous = self._pending
         self._pending = _Pending(step, position, metrics, examples, reported, tolerated)
         if previous is None:

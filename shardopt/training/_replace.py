@@ -367,6 +367,7 @@ def _placed_like(old: jax.Array, value: Any) -> jax.Array:
         placed = jax.make_array_from_callback(
             host_values.shape, sharding, lambda index: host_values[index]
         )
+    # A copy, because the next step takes over the memory of the state.
     return _copy_program(old.shape, dtype, impl, old.sharding)(placed)
 
 

@@ -171,6 +171,7 @@ class SavedStates:
         )
         if hash_only:
             state = self._initialized(state)
+        # Before the restored state comes to the devices: together they may not fit.
         if not isinstance(state, DeferredInit):
             _free(state, hash_only)
         while snapshot is not None:
@@ -274,6 +275,7 @@ def common_verdict(*verdicts: str | None, due: bool) -> str | None:
         return None
     verdict = strongest(verdicts)
     code = -1 if verdict is None else VERDICTS.index(verdict)
+    # The number is the strength, so the maximum is the verdict of all.
     code = int(np.max(multihost_utils.process_allgather(np.int32(code))))
     return None if code < 0 else VERDICTS[code]
 

@@ -119,10 +119,14 @@ class FitRun:
     def take_step(self, batch: PyTree) -> None:
         """Take a step, and report the step before it."""
         self.ledger.enter("step")
+        # Of this batch: `drawn` counts it already.
         position = self.stream.drawn - 1
+        # Before the step, which takes over the memory of the state.
         num_before = num_skipped(self.state) if self.may_skip else None
         device_metrics = self._step(batch, position)
         self.ledger.enter("wait")
+        # The metrics of the step before. To read this step's would wait for it, and the devices
+        # would be idle while the host prepares the next one.
         previous_report = self.meter.push(
             self.step,
             position,
@@ -154,6 +158,8 @@ class FitRun:
         self.due = self.arguments.due(self.step)
         self.evaluation_metrics = {}
         self.is_observed = not (self.due.observe or self.due.evaluate)
+        # The position is held from before the draw until the step is taken. A signal in between
+        # saves the position of the last step, and the batch is drawn again.
         self.stream.release_position()
         for hook in self.hooks:
             hook.after_step(self.step - 1, metrics)
@@ -176,6 +182,7 @@ class FitRun:
             self.report(self.step, all_metrics)
         self.observe(metrics)
         self.is_observed = True
+        # All processes are here before one of them begins a program of all.
         if self.due.save or self.due.save_in_memory:
             self.wait_for_all()
         if self.due.save:
@@ -333,6 +340,8 @@ class FitRun:
         With several processes all call it. Leave to the run what takes programs on all devices, and
         errors.
         """
+        # All or none: a save needs every process, and they may stand at different places of their
+        # loops.
         answers = exchange("yes" if self.can_save_now() else "no")
         if set(answers) == {"yes"}:
             self.save(self.meter.settle() | self.evaluation_metrics)

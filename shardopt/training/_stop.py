@@ -167,6 +167,7 @@ class Stop:
         """Wait for the turn; save, and end the loop of the run."""
         if self._is_closed.wait(PATIENCE):
             return
+        # With the lock no step can begin, so the state stays as it is while it is saved.
         with self.turn.lock:
             if self._is_closed.is_set() or self.run is None:
                 return
@@ -188,10 +189,14 @@ class Stop:
             with self.turn.lock:
                 if self._is_closed.is_set() or self.run is None:
                     return
+                # Processes may be a step apart. Then the lock is given back, and the slower ones
+                # may go on.
                 if peers.all_are_at(self.run.step, round_number):
                     with exchange_through(peers.exchange):
                         self._save(self.run)
                     texts = peers.exchange(str(self._num_batches))
+                    # One batch after the furthest process, so that all can leave their evaluation
+                    # before the same one.
                     self._leave_at = max(map(int, texts)) + 1
                     break
             # the main thread may go on
@@ -210,4 +215,5 @@ class Stop:
         is_in_main = self._main == threading.main_thread().ident
         if is_in_main and not self._is_closed.is_set():
             self._is_woken = True
+            # A blocking call of the main thread ends only by a signal to this thread.
             signal.pthread_kill(self._main, signal.SIGTERM)

@@ -42,6 +42,7 @@ class RowCounts(NamedTuple):
 
     def with_batch(self, num_rows: int | None) -> "RowCounts":
         """Return the counts with a further batch."""
+        # `total` is 0 before the first batch.
         first = self.first if self.total else num_rows
         return RowCounts(self.total + (num_rows or 0), first, num_rows)
 
@@ -173,6 +174,7 @@ class BatchStream:
             if self._source.has_state:
                 states = [json.loads(text) for text in exchange(json.dumps(encode_state(state)))]
                 position["state"] = states[0]
+                # One state if all are equal, which also fits another number of processes.
                 if any(state != states[0] for state in states):
                     position["states"] = states
             elif last_batch is not None:
@@ -221,6 +223,7 @@ class BatchStream:
                 return "the data from its saved state"
         elif count:
             self._draw_before(count)
+        # Batches of another size: count rows, not batches.
         if self._drawn_rows().first != counts.first and counts.first is not None:
             return self._draw_rows(position, counts)
         while self.drawn < count:

@@ -76,4 +76,5 @@ def _is_harmless(num_before: jax.Array, counts: Arrays, params: PyTree) -> jax.A
     def no_nan():
         return ~jnp.stack([jnp.isnan(leaf).any() for leaf in leaves]).any()
 
+    # A branch: reading all parameters in every step would cost a pass over them.
     return jax.lax.cond(num_before != _total(counts), no_nan, lambda: jnp.zeros((), bool))

@@ -137,6 +137,8 @@ class Verification(Hook):
         new_state, metrics, first = verified.run(state, placed)
         runs = [first, verified.run(state, placed, 1)[2]]
         recorded = self._recorded(step)
+        # Two runs, the second on the neighbours' devices. If they agree, the step costs no more
+        # than that.
         verdict = judge(runs, sizes, recorded)
         if verdict is not None:
             is_stored = verdict.phase == STATE and judge(runs[:1], sizes, recorded) is not None
@@ -169,6 +171,8 @@ class Verification(Hook):
         if verdict is not None:
             self._fail(verdict._replace(phase=SAVED), step, moment)
         sums = leaf_sums(state)
+        # Two ways to the same number: a device that adds wrongly is noticed before its sums are
+        # stored.
         if total_of(sums) != total(stored.sums, columns, sizes):
             self._fail(Verdict(SAVED, UNKNOWN, ()), step, moment)
         return sums
@@ -185,6 +189,8 @@ class Verification(Hook):
         message = corruption_text(verdict, devices, moment)
         exit_code = CORRUPTED if jax.process_index() in processes else 1
         if processes and exit_code != CORRUPTED:
+            # The process with the faulty device ends first, so that its exit code is the one that
+            # is seen.
             time.sleep(HEAD_START)
         ids = [device.id for device in devices]
         error = SilentCorruptionError(
