@@ -222,7 +222,9 @@ class Watch:
     def _serve(self, connection: Connection) -> None:
         while True:
             message = json.loads(connection.recv_bytes(_MESSAGE_BYTES))
-            rank = int(message["rank"])
+            rank = message["rank"]
+            if type(rank) is not int:  # True and 1.5 are no ranks, though Python makes 1 of them
+                return
             if rank not in self._last_reports:  # the rank has ended, or is not a rank of this job
                 return
             self._connections[rank] = connection

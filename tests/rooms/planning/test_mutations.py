@@ -3,7 +3,7 @@ purpose is noticed.
 """
 
 import pytest
-from support.layouts import LAYOUTS, disagreements
+from support.layouts import LAYOUTS, disagreements, traced
 from support.seams import break_function
 
 from shardopt.hlo import _collective as collective
@@ -18,6 +18,14 @@ pytestmark = pytest.mark.slow  # the contract is broken on purpose
 DDP = "ddp, remat"
 FSDP = "fsdp, tensor, remat"
 PIPELINE = "zero bubble, zero1, tensor"
+
+
+@pytest.fixture(autouse=True)
+def own_workloads():
+    """A planted fault neither sees a workload that was traced before it, nor leaves one."""
+    traced.cache_clear()
+    yield
+    traced.cache_clear()
 
 
 def forget_the_moments(patch):

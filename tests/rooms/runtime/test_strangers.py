@@ -162,6 +162,18 @@ def test_messages_of_another_version_change_nothing_in_a_vault(server, count):
     assert is_whole(server.port)
 
 
+@pytest.mark.parametrize("rank", [True, 1.5, "1"])
+def test_a_farewell_of_no_rank_makes_a_watch_forget_nobody(rank):
+    with contextlib.closing(Watch(2, 60, say=print)) as watch:
+        host, _, port = watch.environment[progress.ADDRESS].rpartition(":")
+        token = watch.environment[progress.TOKEN].encode()
+        with Client((host, int(port)), authkey=token) as client:
+            client.send_bytes(json.dumps({"rank": rank, "bye": True}).encode())
+            was_put_off = client.poll(10)  # the end of the connection arrives
+        assert was_put_off
+        assert list(watch.reports()) == [0, 1]
+
+
 @pytest.mark.parametrize("count", COUNTS)
 def test_reports_of_another_version_do_not_stop_a_watch(count):
     rng = random.Random(count)
