@@ -63,7 +63,8 @@ AROUND = {
     ),
 )
 def test_a_state_has_a_buffer_for_each_leaf_so_that_it_can_be_donated(link, optimizer):
-    params = {"w": jnp.ones((8, 16)), "b": jnp.ones(16)}
+    # of one shape: without jit each operation is a program for each shape
+    params = {"w": jnp.ones((8, 16)), "v": jnp.ones((8, 16))}
     tx = LINKS[link]() if optimizer is None else AROUND[link](SHARING[optimizer]())
     leaves = jax.tree.leaves((tx.init(params), params))
     addresses = [
@@ -85,7 +86,7 @@ def test_a_donated_state_of_eight_devices_takes_steps(mesh_of):
         return optax.apply_updates(params, updates), state
 
     step = jax.jit(step, donate_argnums=(0, 1))
-    params, state = place(params), jax.device_put(tx.init(params), jax.NamedSharding(mesh, P()))
+    params, state = place(params), place(tx.init(params))
     for _ in range(3):
         params, state = step(params, state)
     assert np.isfinite(params["w"]).all()
@@ -111,12 +112,14 @@ def test_devices_decide_alike_although_each_sees_its_own_gradients(kind, way, wa
     chain = optax.chain(T.average_gradients("data"), optax.sgd(0.1, momentum=0.9))
     tx = T.skip_anomalies(chain, window=4)
 
+    update = jax.jit(tx.update)  # traced once for all steps
+
     def run(gradients, losses):
         params = jnp.ones(3)
         state = tx.init(params)
         for step in range(5):
             gradient = jnp.full(3, jnp.where(step < 4, 1 + 0.1 * step, gradients))
-            updates, state = tx.update(gradient, state, params, value=losses + 0.01 * step)
+            updates, state = update(gradient, state, params, value=losses + 0.01 * step)
             params = params + updates
         return params, state.num_skipped, state.norms, state.losses
 
@@ -173,7 +176,8 @@ def gradients_of_devices():
     return {"w": np.random.default_rng(0).normal(size=(SIZE, 8, 4)).astype(np.float32)}
 
 
-@pytest.mark.parametrize("name", PER_DEVICE)
+# error_feedback notices it with sign and top_k as with int8
+@pytest.mark.parametrize("name", [name for name in PER_DEVICE if name not in ("sign", "top_k")])
 def test_a_state_that_was_unreplicated_and_replicated_gives_nan_at_the_next_step(name):
     tx = PER_DEVICE[name]()
     grads = gradients_of_devices()
@@ -203,7 +207,8 @@ def test_a_state_made_outside_of_the_axis_and_replicated_takes_its_first_step(na
     tx = PER_DEVICE[name]()
     grads = gradients_of_devices()
     params = jax.tree.map(lambda x: np.zeros_like(x[0]), grads)
-    replicated = jax.tree.map(lambda x: np.stack([x] * SIZE), (tx.init(params), params))
+    state = jax.jit(tx.init)(params)
+    replicated = jax.tree.map(lambda x: np.stack([x] * SIZE), (state, params))
     update = jax.pmap(
         lambda grads, state, params: tx.update(grads, state, params),
         axis_name="data",
@@ -224,11 +229,14 @@ AROUND_ZERO = {
 def test_a_link_around_a_state_that_zero_cuts_later_is_refused_with_a_remedy(name, around):
     tx = AROUND_ZERO[around](PER_DEVICE[name]())
     grads = gradients_of_devices()
-    params = jax.tree.map(lambda x: np.zeros_like(x[0]), grads)
-    replicated = jax.tree.map(lambda x: np.stack([x] * SIZE), (tx.init(params), params))
+
+    def replicated(params):
+        return jax.tree.map(lambda x: jnp.stack([x] * SIZE), (tx.init(params), params))
+
+    params = jax.tree.map(lambda x: x[0], grads)
     update = jax.pmap(tx.update, axis_name="data", devices=jax.devices()[:SIZE])
     with pytest.raises(ValueError, match=r"(skip_anom|eight_bit).* another structure.*\nFix: make"):
-        update(grads, *replicated)
+        jax.eval_shape(update, grads, *jax.eval_shape(replicated, params))
 
 
 @pytest.mark.parametrize("name", PER_DEVICE)
@@ -283,10 +291,15 @@ AVERAGED = {
 }
 
 
-@pytest.mark.parametrize("name", AVERAGED)
-@pytest.mark.parametrize("averaged_by", ["jax", "pmean", "link"])
+@pytest.mark.parametrize(
+    ("averaged_by", "name"),
+    [
+        *itertools.product(["jax"], AVERAGED),
+        *itertools.product(["pmean", "link"], ["average_gradients", "local_updates"]),
+    ],
+)
 def test_gradients_that_are_averaged_already_are_refused_with_each_reason(
-    name, averaged_by, mesh_of
+    averaged_by, name, mesh_of
 ):
     tx = AVERAGED[name]()
     if averaged_by == "link":
@@ -295,7 +308,6 @@ def test_gradients_that_are_averaged_already_are_refused_with_each_reason(
     def local(params, x):
         if averaged_by != "jax":
             params = jax.lax.pcast(params, "data", to="varying")
-        # few operations: without jit, which the message knows more of, each is a program
         grads = jax.grad(lambda params: params @ x)(params)
         if averaged_by == "pmean":
             grads = jax.lax.pmean(grads, "data")
@@ -304,10 +316,13 @@ def test_gradients_that_are_averaged_already_are_refused_with_each_reason(
     step = jax.shard_map(
         local, mesh=mesh_of(data=8), in_specs=(P(), P("data")), out_specs=P("data")
     )
+    run = functools.partial(jax.eval_shape, step)
+    if averaged_by != "jax" and name == "average_gradients":
+        run = step  # a trace has another message, which knows more
     with pytest.raises(
         ValueError, match=r"jax has summed .*link has averaged.*MultiSteps"
     ) as error:
-        step(jnp.ones(8), jnp.ones(64))
+        run(jnp.ones(8), jnp.ones(64))
     assert "check_vma" not in str(error.value)
 
 
@@ -398,10 +413,15 @@ def trained_on_one_device(name):
         return optax.apply_updates(params, updates), state
 
     params = draw_params()
-    state = tx.init(draw_params())
+    state = jax.jit(tx.init)(draw_params())
     for batch in draw_batches():
         params, state = step(params, state, batch)
     return params
+
+
+def bytes_of_whole_state(name):
+    state = jax.eval_shape(OPTIMIZERS[name]().init, draw_params())
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def train_under_jit(tx, mesh):
@@ -423,7 +443,7 @@ def train_under_jit(tx, mesh):
 
 def train_under_shard_map(tx, mesh):
     tx = T.on_mesh(optax.chain(T.average_gradients("data"), T.zero(tx, "data")), mesh, "data")
-    state = tx.init(draw_params())
+    state = jax.jit(tx.init)(draw_params())
     specs = tx.specs(state)
 
     def local_step(params, state, batch):
@@ -452,7 +472,7 @@ def train_under_pmap(tx, mesh):
 
     step = jax.pmap(local_step, axis_name="data")
     params = draw_params()
-    replicated = jax.tree.map(lambda x: np.stack([x] * 8), (params, tx.init(params)))
+    replicated = jax.tree.map(lambda x: np.stack([x] * 8), (params, jax.jit(tx.init)(params)))
     params, state = replicated
     for batch in draw_batches():
         batch = jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), batch)
@@ -479,11 +499,8 @@ def test_zero_of_any_optimizer_equals_one_device_in_every_loop(name, loop, mesh_
     for leaf in expected:
         np.testing.assert_allclose(params[leaf], expected[leaf], rtol=tolerance, atol=tolerance)
     stored = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
-    whole_bytes = sum(
-        leaf.nbytes for leaf in jax.tree.leaves(OPTIMIZERS[name]().init(draw_params()))
-    )
     small = 8 * (7 * 5 + 64)  # what eight devices do not divide, counts and keys
-    assert stored <= whole_bytes / 8 + 8 * small
+    assert stored <= bytes_of_whole_state(name) / 8 + 8 * small
 
 
 KINDS = {"explicit": jax.sharding.AxisType.Explicit, "auto": jax.sharding.AxisType.Auto}
@@ -507,9 +524,8 @@ def test_a_step_with_zero_is_compiled_once_although_leaves_of_its_state_stay_who
     assert step._cache_size() == 1
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_the_mean_of_local_parameters_is_local_sgd_in_a_loop_of_ones_own(every, mesh_of, x64):
-    tx = T.local_updates(optax.sgd(0.05, momentum=0.9), "data", every)
+def test_the_mean_of_local_parameters_is_local_sgd_in_a_loop_of_ones_own(mesh_of, x64):
+    tx = T.local_updates(optax.sgd(0.05, momentum=0.9), "data", 2)
     mesh = mesh_of(data=4)
     stacked = T.on_mesh(tx, mesh, "data")
 
@@ -519,7 +535,7 @@ def test_the_mean_of_local_parameters_is_local_sgd_in_a_loop_of_ones_own(every, 
         return jax.tree.map(lambda p, u: (p + u)[None], local_params, updates), state
 
     params = jax.tree.map(lambda x: np.stack([x] * 4), draw_params())
-    state = stacked.init(draw_params())
+    state = jax.jit(stacked.init)(draw_params())
     specs = stacked.specs(state)
     step = jax.jit(
         jax.shard_map(
@@ -530,7 +546,7 @@ def test_the_mean_of_local_parameters_is_local_sgd_in_a_loop_of_ones_own(every, 
         )
     )
     opt = so.local_sgd(
-        so.ddp(optax.sgd(0.05, momentum=0.9), mesh_of(replica=4), loss_fn), sync_every=every
+        so.ddp(optax.sgd(0.05, momentum=0.9), mesh_of(replica=4), loss_fn), sync_every=2
     )
     expected = opt.init(draw_params())
     for batch in draw_batches():
@@ -561,13 +577,15 @@ def test_zero_trains_several_seeds_at_once_and_still_warns_of_a_whole_state(
     replicated = jax.NamedSharding(mesh, P())
     shape = {"seeds": (2, 16, 8), "two axes": (2, 3, 16, 8), "last dim": (16, 8, 2)}[name]
     params = jax.device_put(np.random.default_rng(0).normal(size=shape), replicated)
-    state = transform(tx.init)(params)
+    state = jax.jit(transform(tx.init))(params)
     if whole:
         state = jax.device_put(state, replicated)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         updates, new_state = jax.jit(transform(tx.update))(params, state, params)
-    expected, _ = transform(inner.update)(params, transform(inner.init)(params), params)
+    expected, _ = jax.jit(
+        lambda params: transform(inner.update)(params, transform(inner.init)(params), params)
+    )(params)
     np.testing.assert_allclose(updates, expected, rtol=1e-5)
     assert any("come in unsharded" in str(warning.message) for warning in caught) == whole
     assert new_state[0].mu.addressable_shards[0].data.size == params.size // 8
@@ -613,7 +631,7 @@ def test_int8_under_jit_sends_what_it_sends_under_shard_map(sizes, mesh_of):
     # next to an automatic axis each leaf has blocks of its own, so that scales differ
     tolerance = 1e-5 if len(sizes) == 1 else 2e-2
     params = reference = jax.tree.map(np.float32, draw_params())
-    state = tx.init(params)
+    state = jax.jit(tx.init)(params)
     init = jax.vmap(lambda _: local.init(params), axis_name="data")
     own_state = jax.jit(init)(np.zeros(size))
     for batch in draw_batches():
@@ -638,11 +656,15 @@ def test_gradients_of_the_whole_batch_are_refused_by_a_chain_on_a_mesh(mesh_of):
     tx = T.on_mesh(T.average_gradients("data", R.int8()), mesh_of(data=8), "data")
     params = draw_params()
     with pytest.raises(ValueError, match=r"on_mesh: under jit it takes the gradients of 8 devices"):
-        jax.jit(tx.update)(params, tx.init(params), params)
+        jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params), params)
 
 
 def masked_loss(params, batch):
     return jnp.sum(jnp.square(batch["x"] @ params).sum(-1) * batch["mask"]) / batch["mask"].sum()
+
+
+def exact_gradient():
+    return jax.jit(jax.grad(masked_loss))(np.ones((4, 3)), masked_batch())
 
 
 def masked_batch():
@@ -656,7 +678,7 @@ def test_a_mean_over_valid_rows_is_exact_with_the_weight_of_each_device(way, way
     tx = T.average_gradients("data")
     params = np.ones((4, 3))
     batch = masked_batch()
-    expected = jax.grad(masked_loss)(params, batch)
+    expected = exact_gradient()
 
     def run(params, batch):
         grads = jax.grad(masked_loss)(params, batch)
@@ -665,10 +687,7 @@ def test_a_mean_over_valid_rows_is_exact_with_the_weight_of_each_device(way, way
     rows = jax.tree.map(lambda x: x.reshape(4, 4, *x.shape[1:]), batch)
     means = ways[way](run, 4)(np.stack([params] * 4), rows)
     np.testing.assert_allclose(means, np.stack([expected] * 4), rtol=1e-12)
-    plain = jax.tree.map(
-        lambda *g: sum(g) / 4,
-        *[jax.grad(masked_loss)(params, jax.tree.map(lambda x, d=d: x[d], rows)) for d in range(4)],
-    )
+    plain = jax.jit(jax.vmap(jax.grad(masked_loss), in_axes=(None, 0)))(params, rows).mean(0)
     assert np.abs(plain - expected).max() > 1e-2  # the mean of means is another
 
 
@@ -685,10 +704,10 @@ def test_weights_of_all_devices_under_jit_make_a_mean_over_valid_rows_exact(kind
     }[kind]
     tx = T.on_mesh(chain, mesh, "data")
     grads_of = T.per_device_grads(jax.value_and_grad(masked_loss), mesh, "data")
-    weights = jnp.asarray(batch["mask"]).reshape(8, 2).sum(1)
+    weights = batch["mask"].reshape(8, 2).sum(1)
     _, grads = jax.jit(grads_of)(params, batch)
-    mean, _ = jax.jit(tx.update)(grads, tx.init(params), params, weight=weights)
-    np.testing.assert_allclose(mean, jax.grad(masked_loss)(params, batch), rtol=1e-12)
+    mean, _ = jax.jit(tx.update)(grads, jax.jit(tx.init)(params), params, weight=weights)
+    np.testing.assert_allclose(mean, exact_gradient(), rtol=1e-12)
 
 
 AROUND_ON_MESH = {
@@ -707,7 +726,7 @@ def test_a_transformation_around_on_mesh_passes_the_weights_on(name, mesh_of, x6
     batch = masked_batch()
     tx = AROUND_ON_MESH[name](T.on_mesh(MEAN, mesh, "data"))
     grads_of = T.per_device_grads(jax.value_and_grad(masked_loss), mesh, "data")
-    weights = jnp.asarray(batch["mask"]).reshape(8, 2).sum(1)
+    weights = batch["mask"].reshape(8, 2).sum(1)
 
     @jax.jit
     def mean_of(params):
@@ -715,7 +734,7 @@ def test_a_transformation_around_on_mesh_passes_the_weights_on(name, mesh_of, x6
         state = tx.init(jnp.stack([params] * 8) if name == "MultiSteps" else params)
         return tx.update(grads_of(params, batch)[1], state, params, weight=weights)[0]
 
-    np.testing.assert_allclose(mean_of(params), jax.grad(masked_loss)(params, batch), rtol=1e-12)
+    np.testing.assert_allclose(mean_of(params), exact_gradient(), rtol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (4,), (8, 1)], ids=str)
@@ -723,7 +742,9 @@ def test_a_weight_under_jit_that_is_not_that_of_each_device_is_refused(shape, me
     tx = T.on_mesh(MEAN, mesh_of(data=8), "data")
     params = jnp.ones(4)
     with pytest.raises(ValueError, match=r"on_mesh: under jit weight has shape \[8\], got .*\nFix"):
-        tx.update(jnp.ones((8, 4)), tx.init(params), params, weight=jnp.ones(shape))
+        jax.eval_shape(
+            lambda: tx.update(jnp.ones((8, 4)), tx.init(params), params, weight=jnp.ones(shape))
+        )
 
 
 @pytest.mark.parametrize("shape", [(3,), (4,), (2, 2)], ids=str)
@@ -759,10 +780,10 @@ UNAVERAGED = {
 def test_a_chain_on_a_mesh_whose_updates_differ_is_refused_with_both_remedies(name, mesh_of):
     tx = T.on_mesh(UNAVERAGED[name](), mesh_of(data=8), "data")
     params = {"w": jnp.ones(4)}
-    state = tx.init(params)
+    state = jax.eval_shape(tx.init, params)
     remedies = r"on_mesh: updates .* differ .*\n(.*w.*\n)+Fix: .*average_gradients.*own_params=True"
     with pytest.raises(ValueError, match=remedies):
-        jax.jit(tx.update)({"w": jnp.ones((8, 4))}, state, params)
+        jax.eval_shape(tx.update, {"w": jnp.ones((8, 4))}, state, params)
 
 
 @pytest.mark.parametrize("name", ["exact", "int8", "sign"])
@@ -777,7 +798,7 @@ def test_unreduced_gradients_of_explicit_axes_are_reduced_by_the_link(name, x64)
     tx = T.on_mesh(optax.chain(T.average_gradients("data", reducer), optimizer), mesh, "data")
     with jax.set_mesh(mesh):
         params = jax.device_put(np.ones((4, 3)), P())
-        state = tx.init(params)
+        state = jax.jit(tx.init)(params)
 
         @jax.jit
         def step(params, state, batch):
@@ -786,9 +807,9 @@ def test_unreduced_gradients_of_explicit_axes_are_reduced_by_the_link(name, x64)
             return optax.apply_updates(params, updates), state
 
         batch = jax.device_put(masked_batch(), P("data"))
+        program = step.lower(params, state, batch).compile()
         for _ in range(20):
-            params, state = step(params, state, batch)
-        text = step.lower(params, state, batch).compile().as_text()
+            params, state = program(params, state, batch)
     expected = np.ones((4, 3))
     expected_state = optimizer.init(np.ones((4, 3)))
 
@@ -801,7 +822,7 @@ def test_unreduced_gradients_of_explicit_axes_are_reduced_by_the_link(name, x64)
         expected, expected_state = step_of_one_device(expected, expected_state)
     tolerance = 1e-12 if name == "exact" else 0.3 if name == "sign" else 0.02
     np.testing.assert_allclose(params, expected, atol=tolerance)
-    assert ("s8[" in text) == (name == "int8")
+    assert ("s8[" in program.as_text()) == (name == "int8")
 
 
 COMBINED = {
@@ -852,7 +873,7 @@ def test_links_combine_in_each_order(name, loop, mesh_of):
     mesh = mesh_of(data=8)
     plain = PLAIN["steps" if "steps" in name or name == "all" else "none"]()
     expected = jax.tree.map(np.float32, draw_params())
-    plain_state = plain.init(expected)
+    plain_state = jax.jit(plain.init)(expected)
     batches = [jax.tree.map(np.float32, batch) for batch in draw_batches()]
 
     @jax.jit
@@ -870,7 +891,7 @@ def test_links_combine_in_each_order(name, loop, mesh_of):
 
     if loop == "shard_map":
         tx = T.on_mesh(tx, mesh, "data")
-        state = tx.init(start)
+        state = jax.jit(tx.init)(start)
         params = start
         specs = tx.specs(state)
 
@@ -920,17 +941,14 @@ def test_zero_of_any_optimizer_equals_one_device_on_explicit_axes(name, kinds, x
     with jax.set_mesh(mesh):
         params = jax.device_put(draw_params(), P())
         params["w"] = jax.device_put(params["w"], P(None, "tensor"))
-        state = tx.init(params)
+        state = jax.jit(tx.init)(params)
         for batch in draw_batches():
             params, state = step(params, state, jax.device_put(batch, P("data")))
     tolerance = 1e-6 if name in EIGENVECTORS else 1e-9
     for leaf in expected:
         np.testing.assert_allclose(params[leaf], expected[leaf], rtol=tolerance, atol=tolerance)
     stored = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
-    whole_bytes = sum(
-        leaf.nbytes for leaf in jax.tree.leaves(OPTIMIZERS[name]().init(draw_params()))
-    )
-    assert stored <= whole_bytes / 4 + 8 * 8 * (7 * 5 + 64)
+    assert stored <= bytes_of_whole_state(name) / 4 + 8 * 8 * (7 * 5 + 64)
 
 
 def undone_by_outputs(step, replicated):
