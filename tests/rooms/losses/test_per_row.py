@@ -54,25 +54,26 @@ def dropout_loss(params, row, rng=None):
     return so.losses.Weighted(error * row["weight"], row["weight"]), metrics
 
 
+@jax.jit
 def loop_over_rows(params, batch, key):
     """Return the loss and metrics of a batch, row by row."""
-    totals = []
-    weights = []
-    errors = []
-    for number in range(len(batch["x"])):
-        row = jax.tree.map(lambda leaf, number=number: leaf[number], batch)
+
+    def of_row(number_and_row):
+        number, row = number_and_row
         row_key = None if key is None else jax.random.fold_in(key, number)
         loss, metrics = dropout_loss(params, row, row_key)
-        totals.append(loss.total)
-        weights.append(loss.weight)
-        errors.append(metrics["error"])
-    loss = sum(totals) / sum(weights)
+        return loss.total, loss.weight, metrics["error"]
+
+    numbers = jnp.arange(len(batch["x"]))
+    # a loop, and not one operation after the other: that would be a large program
+    totals, weights, errors = jax.lax.map(of_row, (numbers, batch))
+    loss = totals.sum() / weights.sum()
     metrics = {
-        "error": sum(errors) / len(errors),
+        "error": errors.mean(),
         "weighted": loss,
-        "counted": sum(weight > 0 for weight in weights),
-        "largest": jnp.stack(errors).max(),
-        "smallest": jnp.stack(errors).min(),
+        "counted": (weights > 0).sum(),
+        "largest": errors.max(),
+        "smallest": errors.min(),
     }
     return loss, metrics
 
@@ -84,7 +85,7 @@ TX = optax.sgd(0.1, momentum=0.9)
 def trained_by_loop(key_bytes):
     """Train with the loss of `loop_over_rows`; return the metrics of each step and the parameters.
 
-    `key_bytes` are those of the key of the state. The loop is a large program.
+    `key_bytes` are those of the key of the state.
     """
     rng = jax.random.wrap_key_data(np.frombuffer(key_bytes, np.uint32))
 
@@ -113,8 +114,8 @@ def every_warning_is_an_error():
 
 
 STRATEGY_ROWS = {
-    **{name: (make, {}) for name, make in STRATEGIES.items()},
-    "micro_batches": (STRATEGIES["zero2"], {"micro_batches": 2}),
+    **{name: (make, {}) for name, make in STRATEGIES.items() if name != "zero2"},
+    "zero2, micro_batches": (STRATEGIES["zero2"], {"micro_batches": 2}),
     "global": (so.ddp, {"view": "global"}),
     "global_micro_batches": (so.ddp, {"view": "global", "micro_batches": 2}),
 }
@@ -133,7 +134,7 @@ def test_every_strategy_equals_the_loop_over_rows_with_the_same_draws(name, mesh
     assert relative_difference(state.params, final) <= 2e-5
 
 
-@pytest.mark.parametrize("rows", [1, 7, 16, 19])
+@pytest.mark.parametrize("rows", [1, 19])
 def test_evaluation_of_any_number_of_rows_equals_the_loop(rows, mesh_of):
     opt = so.fsdp(optax.sgd(0.1), mesh_of(data=8), so.per_row(dropout_loss), min_shard_elements=8)
     (batch,) = make_batches(1, rows)
@@ -150,8 +151,8 @@ def test_replicas_that_train_apart_draw_for_the_rows_of_the_global_batch(make, m
 
     @so.per_row
     def loss(params, row, rng=None):
-        draw = jnp.zeros(()) if rng is None else jax.random.uniform(rng)
-        return (params["w"].sum() * row["x"].mean()) ** 2, {"draw": draw}
+        number = jnp.zeros(()) if rng is None else jax.random.uniform(rng)
+        return (params["w"].sum() * row["x"].mean()) ** 2, {"draw": number}
 
     inner = so.ddp(optax.sgd(1e-3), mesh_of(replica=2, data=4), loss)
     opt = make(inner, sync_every=2)
@@ -160,12 +161,14 @@ def test_replicas_that_train_apart_draw_for_the_rows_of_the_global_batch(make, m
     for batch in make_batches():
         state, metrics = opt.step(state, batch)
         draws_of_steps.append(float(metrics["draw"]))
-    keys = [jax.random.fold_in(rng, step) for step in range(3)]
-    draws = [
-        np.mean([jax.random.uniform(jax.random.fold_in(key, row)) for row in range(ROWS)])
-        for key in keys
-    ]
-    np.testing.assert_allclose(draws_of_steps, draws, rtol=1e-6)
+
+    @functools.partial(jax.vmap, in_axes=(0, None))
+    @functools.partial(jax.vmap, in_axes=(None, 0))
+    def draw(step, row):
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(rng, step), row))
+
+    draws = jax.jit(draw)(np.arange(3), np.arange(ROWS))
+    np.testing.assert_allclose(draws_of_steps, np.mean(draws, axis=1), rtol=1e-6)
 
 
 def test_workers_of_a_parameter_server_train_on_it_as_ddp(mesh_of):
