@@ -3,6 +3,7 @@ The counter of steps does not wrap.
 """
 
 import functools
+import itertools
 from collections import OrderedDict
 
 import cloudpickle
@@ -106,13 +107,24 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("steps_before", [0, 2])
-@pytest.mark.parametrize("change", CHANGES)
+COMPILED_FOR = (
+    "a rate",
+    "a step of jax",
+    "parameters of torch",
+    "integers as parameters",
+    "all of it",
+)
+"""A value of each kind, for a step that has not run: it compiles for the values that it gets first."""
+
+
+@pytest.mark.parametrize(
+    ("change", "steps_before"),
+    [*itertools.product(CHANGES, [2]), *itertools.product(COMPILED_FOR, [0])],
+)
 def test_a_value_of_the_host_is_placed_as_replace_places_it(
     mesh_of, strategy_of, change, steps_before
 ):
     put_in, replaced = CHANGES[change]
-    # a step that has not run compiles for the values that it gets first
     placing = strategy_of("fsdp") if steps_before else strategy(mesh_of)
     results = []
     for opt, edit in (
