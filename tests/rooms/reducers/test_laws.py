@@ -173,8 +173,8 @@ def test_padding_changes_no_mean(reducer, on_devices):
 
     The mutations: padding counts in the scale of `sign`, so 5.0 arrives as 0.625; decoded padding
     counts in the mean."""
-    signs = np.random.default_rng(0).choice([-1, 1], size=95)
-    grads = [jnp.asarray([5.0 * signs[:length]] * 3, jnp.float32) for length in (1, 7, 33, 95)]
+    signs = np.random.default_rng(0).choice([-1, 1], size=33)
+    grads = [jnp.asarray([5.0 * signs[:length]] * 3, jnp.float32) for length in (1, 33)]
     compressor = R.compressor(reducer)
 
     def run(grads):

@@ -3,6 +3,7 @@ its parts. Otherwise it warns once, on any number of devices and in each view.
 """
 
 import functools
+import itertools
 import warnings
 
 import jax
@@ -58,7 +59,6 @@ OTHERS = {
         "metric 'worst'",
     ),
 }
-PLACES = [(1, "auto"), (4, "auto"), (4, "global")]
 
 
 def strategy_of(loss_fn, devices, view="auto"):
@@ -84,8 +84,15 @@ def evaluate_twice(loss_fn, devices, view):
     return metrics, [text for text in said if text.startswith("evaluation: ")]
 
 
-@pytest.mark.parametrize(("devices", "view"), PLACES)
-@pytest.mark.parametrize("kind", MEANS)
+@pytest.mark.parametrize(
+    ("kind", "devices", "view"),
+    [
+        *itertools.product(MEANS, [4], ["auto"]),
+        ("weighted", 1, "auto"),
+        ("two terms", 4, "global"),
+        ("metrics of a kind", 4, "global"),
+    ],
+)
 def test_a_mean_over_rows_is_that_of_the_set(kind, devices, view):
     metrics, said = evaluate_twice(MEANS[kind], devices, view)
     assert said == []
@@ -97,8 +104,10 @@ def test_a_mean_over_rows_is_that_of_the_set(kind, devices, view):
     np.testing.assert_allclose(metrics["val_loss"], loss, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("devices", "view"), PLACES)
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize(
+    ("kind", "devices", "view"),
+    [*itertools.product(OTHERS, [4], ["auto"]), ("a root", 1, "auto"), ("a median", 4, "global")],
+)
 def test_any_other_loss_warns_once_with_a_remedy(kind, devices, view):
     loss_fn, result = OTHERS[kind]
     _, (said,) = evaluate_twice(loss_fn, devices, view)
