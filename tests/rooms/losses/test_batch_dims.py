@@ -137,7 +137,7 @@ def test_equals_one_device(name, mesh, micro_batches, view, mesh_of, x64):
     short_batch = first_rows(batches()[0], 5)
     val_metrics = so.training.evaluation(opt, [short_batch, batches()[1]])(state)
     parts = [
-        total_and_weight(jax.device_get(state.params), held_out)
+        jax.jit(total_and_weight)(jax.device_get(state.params), held_out)
         for held_out in (short_batch, batches()[1])
     ]
     np.testing.assert_allclose(
@@ -218,7 +218,7 @@ def test_a_batch_that_is_one_array(mesh_of, x64):
 
     opt = so.zero(TX, mesh_of(data=2), loss, stage=1, batch_dims=[("", 1)], micro_batches=2)
     val_loss = so.training.evaluation(opt, [frames[:, :7]])(opt.init(start))["val_loss"]
-    np.testing.assert_allclose(val_loss, loss(start, frames[:, :7]), rtol=1e-12)
+    np.testing.assert_allclose(val_loss, jax.jit(loss)(start, frames[:, :7]), rtol=1e-12)
 
 
 def test_positions_are_the_other_dim(mesh_of, x64):

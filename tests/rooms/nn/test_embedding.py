@@ -164,8 +164,8 @@ def test_ids_outside_of_the_table_give_nan(mesh_of):
     batch = batches_of(1, dtype=np.float32)[0]
     batch["ids"][-1, -1] = VOCAB
     opt = fsdp(mesh_of(data=2), model)
-    assert jnp.isnan(opt.evaluate(opt.init(params_of(np.float32)), batch)["loss"])
-    assert jnp.isnan(model.loss_fn(jax.tree.map(jnp.asarray, params_of(np.float32)), batch))
+    assert np.isnan(opt.evaluate(opt.init(params_of(np.float32)), batch)["loss"])
+    assert np.isnan(jax.jit(model.loss_fn)(params_of(np.float32), batch))
 
 
 def test_a_model_that_is_evaluated_may_take_the_table_whole(mesh_of):
@@ -310,13 +310,12 @@ def test_gradients_are_summed_over_devices_where_jax_tracks_what_varies(with_ato
     np.testing.assert_array_equal(summed[:, 0].astype(float), [3, 3, 2, 0])
 
 
-@pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 2, "tensor": 2}], ids=str)
-def test_steps_in_tiles_are_those_of_one_device(sizes, mesh_of, x64, monkeypatch):
+def test_steps_in_tiles_are_those_of_one_device(mesh_of, x64, monkeypatch):
     params = params_of()
     batches = batches_of()
     _, expected = train(TX, MODEL.loss_fn, params, batches)
     monkeypatch.setattr(_embedding, "_adds_by_atomics", lambda: True)
-    opt = so.fsdp(TX, mesh_of(**sizes), MODEL, rules=RULES if "tensor" in sizes else ())
+    opt = so.fsdp(TX, mesh_of(data=2, tensor=2), MODEL, rules=RULES)
     state = opt.init(params)
     for batch in batches:
         state, _ = opt.step(state, batch)
