@@ -239,7 +239,7 @@ def test_gradients_of_a_frequent_row_are_added_in_float32(with_atomics):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("shape", [(), (5,), (7, 41)])
+@pytest.mark.parametrize("shape", [(), (7, 41)])
 def test_gradients_are_those_of_indexing(with_atomics, dtype, shape):
     rng = np.random.default_rng(0)
     ids = np.asarray(rng.integers(-120, 170, shape))  # below, in and above a table of 50 rows

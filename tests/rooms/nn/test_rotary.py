@@ -26,11 +26,10 @@ def on_tpu(monkeypatch):
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(jnp.float32, 1e-6), (jnp.bfloat16, 2**-8)],
-    ids=["float32", "bfloat16"],
+    ("dtype", "tolerance", "per_row"),
+    [(jnp.float32, 1e-6, False), (jnp.bfloat16, 2**-8, True)],
+    ids=["float32, positions", "bfloat16, positions of each row"],
 )
-@pytest.mark.parametrize("per_row", [False, True], ids=["positions", "positions of each row"])
 def test_the_kernel_rotates_as_the_formula_and_back(dtype, tolerance, per_row, on_tpu):
     """Two rows of three heads are in two blocks of positions. numpy computes the expected numbers,
     in complex numbers.
