@@ -47,6 +47,7 @@ def committed(directory: Path) -> list[int]:
         if not is_gone(error):
             raise
         return []
+    # Not `007`, nor digits of other scripts: `step_folder` would look for another name.
     return sorted(int(name) for name in names if str(int(name)) == name)
 
 
@@ -80,6 +81,8 @@ def publish(directory: Path, step: int) -> None:
     old = directory / f"{_REPLACED}{step}"
     if final.exists():
         final.rename(old)
+    # Between the two renames no folder has the number. `remove_stale` undoes the first one after a
+    # kill.
     staging_folder(directory, step).rename(final)
     with contextlib.suppress(OSError):  # some file systems cannot sync a folder
         descriptor = os.open(directory, os.O_RDONLY)
@@ -87,6 +90,7 @@ def publish(directory: Path, step: int) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    # Only now, with the renames synced: until then the older one may be needed after a crash.
     if old.exists():
         shutil.rmtree(old)
 

@@ -48,6 +48,13 @@ class Placement(NamedTuple):
     opt_state: bool
 
 
+# Two data devices and one parameter of two halves A and B. Gradients: as they are accumulated.
+#
+#          parameters   gradients   optimizer state
+#   ddp    AB   AB      AB   AB     AB   AB
+#   zero1  AB   AB      AB   AB     A    B
+#   zero2  AB   AB      A    B      A    B
+#   fsdp   A    B       A    B      A    B
 DDP = Placement(params=False, grads=False, opt_state=False)
 ZERO_1 = Placement(params=False, grads=False, opt_state=True)
 ZERO_2 = Placement(params=False, grads=True, opt_state=True)

@@ -63,6 +63,7 @@ def gradient_of_norm(
     block = _block(x)
     arrays = [x, norm_grad, grad]
     tokens = pl.BlockSpec((None, block, D), lambda b, i: (b, i, 0))
+    # Each program of the grid has its own sum for `scale`, in float32. They are added up below.
     dx, scale_grads = call_kernel(
         functools.partial(_gradient_of_norm, epsilon),
         (B, T // block),
@@ -90,6 +91,8 @@ def _gradient_of_norm(
         unit_grad = norm_grad[rows].astype(jnp.float32)
         scale_grad[...] += jnp.sum(unit_grad * unit, axis=0, keepdims=True)
         unit_grad = unit_grad * scale[...].astype(jnp.float32)
+        # unit = x inverse  and  d inverse / dx = -inverse^3 x / D  give
+        # dx = inverse (d unit - unit mean(d unit . unit)),  exact for every epsilon
         radial = unit * jnp.mean(unit_grad * unit, axis=1, keepdims=True)
         dx[rows] = (grad[rows].astype(jnp.float32) + inverse * (unit_grad - radial)).astype(
             dx.dtype

@@ -51,6 +51,9 @@ class GlobalView:
                 inputs = StepInputs(params, assemble(leaves), step, rng)
                 return _GlobalBatch(config, layout, inputs, replica).gradients()
 
+            # Not a loop: all replicas compute at once, each on its own devices. With the name,
+            # constraints inside split the stacked dim over the replicas; without it they would
+            # leave this dim open.
             run = jax.vmap(replica_gradients, spmd_axis_name=replica)
             return run(inputs.params, leaves, jnp.arange(config.axes.sizes[replica]))
 

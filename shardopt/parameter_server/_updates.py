@@ -220,6 +220,7 @@ def digest(params: PyTree) -> str:
             leaf = jax.random.key_data(leaf)
         value = np.ascontiguousarray(jax.device_get(leaf))
         checksum = zlib.crc32(f"{path}:{value.dtype}{list(np.shape(leaf))}".encode(), checksum)
+        # numpy cannot view an array without dims as bytes.
         checksum = zlib.crc32(
             value.view(np.uint8).data if value.ndim else value.tobytes(), checksum
         )

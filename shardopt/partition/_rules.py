@@ -230,6 +230,7 @@ def check_rules(
 
 def _check_matched(rules: Sequence[CompiledRule], paths: Sequence[str]) -> None:
     """Refuse, by a ValueError, a regex that is found in none of the key paths."""
+    # A regex with a typo would leave its parameters unsplit, or train them, without a word.
     unmatched = [
         repr(rule[0].pattern)
         for rule in rules

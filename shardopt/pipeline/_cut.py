@@ -47,6 +47,7 @@ def balance(
     load[-1] += head
     counts = [0] * num_parts
     for _ in range(num_blocks):
+        # All blocks are alike. So each turn's least loaded part leads to the smallest maximum.
         part = min(range(num_parts), key=lambda index: (load[index], -index))
         load[part] += 1
         counts[part] += 1
@@ -124,6 +125,11 @@ def stage_rows(schedule: Schedule, counts: Counts) -> tuple[list[list[int]], lis
         fewer blocks is padded with 0.
       places [L]: the index of each block of the model when the stages' stacks are concatenated.
     """
+    # 2 stages of 2 chunks, counts (2, 1, 1, 1), k = 2; a dot is padding
+    #
+    #            chunk 0   chunk 1
+    #   stage 0   0  1  |  3  .
+    #   stage 1   2  .  |  4  .
     k = max(counts)
     first_block_of = first_blocks(counts)
     rows = [[0] * (schedule.num_chunks * k) for _ in range(schedule.num_stages)]

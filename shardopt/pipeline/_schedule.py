@@ -81,6 +81,7 @@ class Schedule:
     @property
     def virtual_stages(self) -> Table:
         """[S, chunks]: the virtual stages of each stage, in the order of its chunks."""
+        # Sorted by stage. Stable, so that the chunks of a stage stay in the order of the model.
         order = np.argsort(np.asarray(self.ticks.stage_of), kind="stable")
         return as_table(order.reshape(self.num_stages, self.num_chunks))
 

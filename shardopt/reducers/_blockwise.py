@@ -75,8 +75,12 @@ def sign(block_size: int = 1024) -> Reducer:
     size = int(block_size)
 
     def encode(rows, valid):
+        # The padding of a bucket is 0. It adds nothing to the sum, and must not add to the count
+        # either.
         num_valid = jnp.maximum(jnp.sum(_blocks(valid, size), axis=2, dtype=jnp.int32), 1)
         scales = jnp.sum(jnp.abs(_blocks(rows, size)), axis=2) / num_valid.astype(rows.dtype)
+        # One bit has no third value for 0. Padding decodes to +scale, and is cut off with the
+        # bucket's end.
         return jnp.packbits(rows >= 0, axis=1), scales
 
     def decode(parts, length, dtype):
@@ -141,9 +145,9 @@ def int8(block_size: int = 256) -> Reducer:
     def encode(rows, valid):
         blocks = _blocks(rows, size)
         scales = jnp.max(jnp.abs(blocks), axis=2, keepdims=True) / 127
-        scales = jnp.where(
-            scales == 0, 1, scales
-        )  # all numbers of the block are zero, or too small: the scale underflows
+        # All numbers of the block are zero, or too small: the scale underflows.
+        scales = jnp.where(scales == 0, 1, scales)
+        # A subnormal scale has few bits. The quotient can then exceed 127.
         codes = jnp.clip(jnp.round(blocks / scales), -127, 127).astype(jnp.int8)
         return codes.reshape(rows.shape), scales[:, :, 0]
 

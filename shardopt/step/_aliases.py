@@ -82,11 +82,15 @@ class DonatedState:
         self._know(unknown_arrays)
         suspects = [array for array in unknown_arrays if _buffer_of(array) in self._kinds]
         if not set(map(id, leaves)).isdisjoint(map(id, suspects)):
+            # The array is itself a leaf of the state. Memory of its own would be donated with it,
+            # so the leaf is copied instead.
             return self.distinct(leaves, leaves, arrays)
         for array in suspects:
             sharding = array.sharding if array.committed else None
             with without_mesh():
                 own_copy = _copy_to(sharding)(array)
+            # In place: the user's array itself leaves memory that may be donated. So later calls
+            # need no copy of it.
             cast(Any, array)._replace_with(own_copy)
         return leaves
 

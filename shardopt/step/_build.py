@@ -260,6 +260,8 @@ def build(
         view: StepCache(config.replace(view=view), compile_step)
         for view in ("per_device", "global")
     }
+    # Both views place the train state alike. So layout, specs and `synchronize` come from one
+    # cache, and the view of a batch can be chosen with it.
     cache = caches["global" if config.loss.view == "global" else "per_device"]
     steps = intake_of(config, training=True)
     evaluations = intake_of(config.of_evaluation, training=False)

@@ -167,13 +167,19 @@ def fewest_bytes(
     count = len(index_of)
     source = 2 * count
     sink = 2 * count + 1
+    # scipy counts in int32. In this unit all variables together stay below `MOST`, so no minimum
+    # cut contains an edge of that capacity.
     unit = max(sum(map(bytes_of, variables)) / (MOST // 2), 1.0)
     # a variable is an edge from its entry node to its exit node
     edges = {(i, count + i): max(math.ceil(bytes_of(var) / unit), 1) for var, i in index_of.items()}
     edges |= {(source, index_of[var]): MOST for var in sources}
+    # source -> [a in] -bytes of a-> [a out] -MOST-> [b in] -bytes of b-> [b out] -> sink
+    #
+    # Only edges through a variable can be cut. So a cut of edges is a choice of variables to store.
     edges |= {(count + index_of[start], index_of[end]): MOST for start, end in arcs}
     edges |= {(count + index_of[var], sink): MOST for var in sinks}
     if earliest:
+        # The cut nearest to the sources is the one nearest to the sink if all ways run backwards.
         flipped = {(end, start): capacity for (start, end), capacity in edges.items()}
         reaches_source = sink_side(flipped, 2 * count + 2, sink, source)
         is_cut = [i in reaches_source and count + i not in reaches_source for i in range(count)]
@@ -194,6 +200,8 @@ def sink_side(edges: dict[tuple[int, int], int], size: int, source: int, sink: i
     )
     residual = capacity - maximum_flow(capacity, source, sink).flow
     residual.eliminate_zeros()
+    # The flow is the largest, so no way with capacity left leads from the source to the sink. The
+    # nodes that still reach the sink are the smallest side that a minimum cut leaves to it.
     return set(breadth_first_order(residual.T.tocsr(), sink, return_predecessors=False).tolist())
 
 

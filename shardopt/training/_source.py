@@ -31,6 +31,7 @@ class Source:
         self._iterator: Any = None
         self._owner: Any = batches
         self._methods = _LOADER_METHODS
+        # A loader with a state is not iterated over before the first draw: it reads its state then.
         if not _has(batches, _LOADER_METHODS):
             self._iterator = self._owner = iter(batches)
             if not _has(self._iterator, _LOADER_METHODS):
@@ -103,6 +104,7 @@ def encode_state(state: object) -> dict[str, Json]:
 
 def _survives_json(state: object) -> bool:
     try:
+        # Tuples would come back as lists, and integer keys as strings.
         return json.loads(json.dumps(state)) == state
     except (TypeError, ValueError):
         return False

@@ -41,6 +41,8 @@ def exact_reciprocals(value: np.ndarray) -> np.ndarray:
     """
     with np.errstate(all="ignore"):
         divisor = np.rint(1 / value)
+        # fp32 rounds 1/n by at most 6e-8 of it. Above 2.5e6 every number is near some 1/n, and
+        # changes by no more than 2e-7 of itself.
         near = np.isfinite(divisor) & (np.abs(1 / value - divisor) <= 2e-7 * np.abs(divisor))
         return np.where(near & (np.abs(divisor) > 1), 1 / divisor, value)
 
@@ -53,6 +55,8 @@ def wide_float(dtype: np.dtype) -> np.dtype:
 def _integer_divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if a.dtype.kind not in "iu":
         return np.divide(a, b)
+    # HLO leaves a division by zero open. XLA on CPU gives -1 (all bits set), and the number itself
+    # as the remainder.
     safe = np.where(b == 0, 1, b)
     # numpy rounds down, HLO rounds to zero
     quotient = np.abs(a) // np.abs(safe) * (np.sign(a) * np.sign(safe))
@@ -189,6 +193,8 @@ def _compare(line: Line) -> Operation:
         return lambda a, b: np.asarray(compare(a, b))
 
     def ordered(value: np.ndarray) -> np.ndarray:
+        # The bits of a positive float order like an integer. Those of a negative one order the
+        # other way: they are flipped below all others, and -0 becomes -1.
         bits = value.view(f"int{value.dtype.itemsize * 8}").astype(np.int64)
         return np.where(bits < 0, np.int64(-(2 ** (value.dtype.itemsize * 8 - 1))) - bits - 1, bits)
 
@@ -227,6 +233,8 @@ def _bitcast(line: Line) -> Operation:
         target = target._replace(tile=())
 
     def apply(value):
+        # Same bytes, other dims or type: so numbers are first put into the order in which memory
+        # has them.
         flat = np.ascontiguousarray(to_memory(value, source))
         return from_memory(flat.view(target.dtype), target)
 
@@ -288,6 +296,7 @@ def _padded(value: np.ndarray, fill: np.ndarray, edges: Sequence[Sequence[int]])
     into = [slice(None)]
     out = [slice(None)]
     for (low, high, inner), size in zip(edges, value.shape[1:], strict=True):
+        # Element i lands at low + i * step. The first and the last that land inside are kept.
         step = inner + 1
         length = low + high + size + max(size - 1, 0) * inner
         first = max(0, -(low // step)) if low < 0 else 0
@@ -356,6 +365,7 @@ def _dynamic_slice(line: Line) -> Operation:
     def apply(value, *starts):
         if not starts:
             return value
+        # HLO moves a window that would stick out; it does not cut it.
         inside = _inside(starts, value.shape[1:], lengths)
         return value[_windows(inside, lengths, range(len(lengths)))]
 
@@ -394,6 +404,7 @@ def _product(line: Line, result: Shape, batch: Pairs, contracting: Pairs) -> Ope
     batch_sizes = [lhs[dim] for dim in lb]
     m, k = (math.prod(lhs[dim] for dim in dims) for dims in (lf, lc))
     n = math.prod(rhs[dim] for dim in rf)
+    # batch, left, summed  @  batch, summed, right  ->  batch, left, right     (after the device)
     wide = wide_float(result.dtype)
 
     def matrices(value, dims, *sizes):
@@ -429,6 +440,10 @@ def _convolution(line: Line) -> Operation:
         edges = [(0, 0, 0)] * 2 + [(dim.low, dim.high, dim.spread - 1) for dim in windows]
         value = _padded(value, np.zeros(len(value), wide), edges)
         sizes = [result.dims[out_labels.index(label)] for label in spatial]
+        # value [devices, b, f, ...], kernel [devices, f, o, ...]
+        #
+        # A loop over the places of the kernel, not over those of the result: each round is one
+        # product of matrices, for the numbers of all windows that meet this place.
         total = np.zeros((len(value), value.shape[1], kernel.shape[2], *sizes), wide)
         for place in itertools.product(*(range(size) for size in kernel.shape[3:])):
             window = tuple(
@@ -510,6 +525,8 @@ def _gather(line: Line) -> Operation:
     rank = len(line.dims)
 
     def apply(value, indexes):
+        # A gather moves windows inside, as a dynamic slice does. A scatter leaves them out, see
+        # below.
         starts = _inside(dims.places(len(lengths), indexes), value.shape[1:], lengths)
         result = value[_windows(starts, lengths, dims.shown(len(lengths)))]
         outer = iter(range(1, rank - len(dims.window) + 1))
@@ -545,6 +562,7 @@ def scatter(line: Line, combine: str) -> Operation:
         starts = dims.places(operand_rank, indexes)
         inside = np.ones(starts[0].shape, bool)
         for start, size, length in zip(starts, value.shape[1:], lengths, strict=True):
+            # A window that sticks out in any dim is dropped whole: none of its numbers is written.
             inside &= (start >= 0) & (start <= size - length)
         places = _windows([np.where(inside, start, 0) for start in starts], lengths, shown)
         updates = updates.transpose(0, *(dim + 1 for dim in (*batch, *dims.window)))
@@ -558,6 +576,8 @@ def scatter(line: Line, combine: str) -> Operation:
         if combine == "set":
             result[targets] = updates[mask].astype(wide)
         else:
+            # Places may repeat. `result[targets] += ...` would count only the last of them; `at`
+            # combines all.
             UFUNCS[combine].at(result, targets, updates[mask].astype(wide))
         return result.astype(value.dtype)
 
