@@ -22,7 +22,8 @@ class Difference(NamedTuple):
     Attributes:
       name: "first parameters", "first optimizer state", "evaluated <name>", "loss", "metric <name>",
         "gradient of <key path>", "update of <key path>", "optimizer state" or "step". A state that
-        differs is named with its key path, and so are "copies of <key path>" that differ.
+        differs is named with its key path, and so are "copies of <key path>" that differ. See
+        `_same_bits` for "bits of ...".
       relative: the largest difference of an entry, divided by the largest entry.
       tolerance: the largest relative difference that counts as rounding.
     """

@@ -76,7 +76,7 @@ class OneDevice:
         return self._run(self._update, params, opt_state, grads, taken, batch)
 
     def _run(self, function: Callable[..., Any], *args: PyTree) -> Any:
-        device = next(d for d in self.config.mesh.devices.flat if d in jax.local_devices())
+        device = self.config.mesh.local_devices[0]
         with without_mesh(), jax.default_device(device):
             return jax.device_get(function(*args))
 

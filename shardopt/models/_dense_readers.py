@@ -5,16 +5,16 @@ from typing import Any
 from shardopt.models import _family as base
 from shardopt.models._decoder_config import BlockKind
 from shardopt.models._family import ACTIVATIONS, Reader
-from shardopt.models._fields import Fields
+from shardopt.models._fields import Fields, Record
 from shardopt.models._rope import Rope
 
 
-def _interleaved(fields: Fields) -> dict[str, Any]:
+def _interleaved(fields: Fields) -> Record:
     """Return blocks of one kind, whose rotary pairs are neighbours."""
     return base.sizes(fields) | base.one_kind(base.rope(fields, interleaved=True))
 
 
-def _qwen(fields: Fields) -> dict[str, Any]:
+def _qwen(fields: Fields) -> Record:
     types = fields["layer_types"]
     first = fields["max_window_layers"]
     window = fields["sliding_window"] if fields["use_sliding_window"] else None
@@ -26,7 +26,7 @@ def _qwen(fields: Fields) -> dict[str, Any]:
     return base.sizes(fields) | base.kinds(fields, types, window)
 
 
-def _smollm3(fields: Fields) -> dict[str, Any]:
+def _smollm3(fields: Fields) -> Record:
     L = fields.size("num_hidden_layers")
     every = fields["no_rope_layer_interval"]
     window = fields["sliding_window"] if fields["use_sliding_window"] else None
@@ -44,7 +44,7 @@ def _smollm3(fields: Fields) -> dict[str, Any]:
     return base.llama(fields) | {"kinds": kinds, "pattern": pattern}
 
 
-def _olmo3(fields: Fields) -> dict[str, Any]:
+def _olmo3(fields: Fields) -> Record:
     def rope(kind: str) -> Rope:
         changes = {"rope_scaling": {}} if kind == "sliding_attention" else {}
         return base.rope(fields, kind, **changes)
@@ -53,12 +53,12 @@ def _olmo3(fields: Fields) -> dict[str, Any]:
     return base.llama(fields) | fields.kinds(types, fields["sliding_window"], rope)
 
 
-def _gemma(fields: Fields) -> dict[str, Any]:
+def _gemma(fields: Fields) -> Record:
     scale = fields.size("hidden_size") ** 0.5
     return base.plain(fields) | {"embedding_scale": scale}
 
 
-def _gemma2(fields: Fields, period: int = 2, **local: Any) -> dict[str, Any]:
+def _gemma2(fields: Fields, period: int = 2, **local: Any) -> Record:
     """Return Gemma 2.
 
     `period` and `local`, the changes of rotary positions in blocks with windows, are for Gemma 3.
@@ -77,13 +77,13 @@ def _gemma2(fields: Fields, period: int = 2, **local: Any) -> dict[str, Any]:
     }
 
 
-def _gemma3(fields: Fields) -> dict[str, Any]:
+def _gemma3(fields: Fields) -> Record:
     local = {"rope_scaling": {}, "rope_theta": fields["rope_local_base_freq"]}
     # transformers ignores a cap of the scores
     return _gemma2(fields, fields["sliding_window_pattern"], **local)
 
 
-def _gpt2(fields: Fields) -> dict[str, Any]:
+def _gpt2(fields: Fields) -> Record:
     """Return GPT-2, whose positions are learned."""
     fields.require("scale_attn_weights", None, True)
     dim = fields.size("n_embd")

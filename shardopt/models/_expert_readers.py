@@ -7,13 +7,11 @@ from typing import Any
 from shardopt.models import _family as base
 from shardopt.models._decoder_config import ExpertsConfig
 from shardopt.models._family import Reader
-from shardopt.models._fields import Fields, yarn_scale
+from shardopt.models._fields import Fields, Record, yarn_scale
 from shardopt.models._latent_attention import LatentConfig
 
 
-def _experts(
-    fields: Fields, hidden: str = "moe_intermediate_size", **changes: Any
-) -> dict[str, Any]:
+def _experts(fields: Fields, hidden: str = "moe_intermediate_size", **changes: Any) -> Record:
     """Return experts, whose number has one of two names.
 
     `hidden` names the field of their hidden units.
@@ -22,38 +20,38 @@ def _experts(
         "num_experts" if fields["num_experts"] is not None else "num_local_experts"
     )
     sizes = number, fields.size("num_experts_per_tok"), fields.size(hidden)
-    options: dict[str, Any] = {"normalize": bool(fields["norm_topk_prob"])} | changes
+    options: Record = {"normalize": bool(fields["norm_topk_prob"])} | changes
     return {"experts": ExpertsConfig(*sizes, **options)}
 
 
-def _mixtral(fields: Fields) -> dict[str, Any]:
+def _mixtral(fields: Fields) -> Record:
     return base.mistral(fields) | _experts(fields, "intermediate_size", normalize=True)
 
 
-def _qwen2_moe(fields: Fields) -> dict[str, Any]:
+def _qwen2_moe(fields: Fields) -> Record:
     shared_hidden = fields.size("shared_expert_intermediate_size")
     kinds = base.kinds(fields, fields["layer_types"], None)
     experts = _experts(fields, shared_hidden=shared_hidden, shared_gate=True)
     return base.sizes(fields) | kinds | experts
 
 
-def _qwen3_moe(fields: Fields) -> dict[str, Any]:
+def _qwen3_moe(fields: Fields) -> Record:
     window = fields["sliding_window"] if fields["use_sliding_window"] else None
     fields.skip("layer_types", "max_window_layers")
     return base.sizes(fields) | base.same_kinds(fields, window) | _experts(fields)
 
 
-def _olmoe(fields: Fields) -> dict[str, Any]:
+def _olmoe(fields: Fields) -> Record:
     return base.llama(fields) | _experts(fields, "intermediate_size")
 
 
-def _gpt_oss(fields: Fields) -> dict[str, Any]:
+def _gpt_oss(fields: Fields) -> Record:
     experts = _experts(fields, "intermediate_size", normalize=True, biases=True)
     kinds = base.kinds(fields, base.types_of(fields, 2), fields["sliding_window"])
     return base.sizes(fields) | kinds | experts
 
 
-def _sigmoid_experts(fields: Fields) -> dict[str, Any]:
+def _sigmoid_experts(fields: Fields) -> Record:
     """Return DeepSeek-V3's experts after the first, dense blocks: they are chosen by the sigmoid of
     a score plus a bias.
     """
@@ -73,7 +71,7 @@ def _sigmoid_experts(fields: Fields) -> dict[str, Any]:
     return {"experts": experts}
 
 
-def _deepseek_v3(fields: Fields) -> dict[str, Any]:
+def _deepseek_v3(fields: Fields) -> Record:
     fields.require("attention_bias", None, False)
     names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     latent = LatentConfig(*map(fields.size, names))
@@ -94,7 +92,7 @@ def _deepseek_v3(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _glm4_moe(fields: Fields) -> dict[str, Any]:
+def _glm4_moe(fields: Fields) -> Record:
     return base.plain(fields) | _sigmoid_experts(fields)
 
 

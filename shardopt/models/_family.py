@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardopt.models._decoder_config import BlockKind
-from shardopt.models._fields import Fields
+from shardopt.models._fields import Fields, Record
 from shardopt.models._rope import Rope
 
-Reader = Callable[[Fields], dict[str, Any]]
+Reader = Callable[[Fields], Record]
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -57,7 +57,7 @@ class Family(NamedTuple):
     architectures: Sequence[str] = ()
     defaults: Mapping[str, Any] = {}
 
-    def read(self, fields: Fields) -> dict[str, Any]:
+    def read(self, fields: Fields) -> Record:
         """Return the fields of `DecoderConfig` for a config.json."""
         for name, values in self.required.items():
             fields.require(name, *values)
@@ -70,7 +70,7 @@ class Family(NamedTuple):
         return config
 
 
-def sizes(fields: Fields) -> dict[str, Any]:
+def sizes(fields: Fields) -> Record:
     """Return what nearly all families call by the same names."""
     return {
         "vocab_size": fields.size("vocab_size"),
@@ -98,17 +98,17 @@ def rope(fields: Fields, kind: str = "full_attention", **changes: Any) -> Rope:
     return fields.rope(head_dim(fields), kind, **changes)
 
 
-def one_kind(rope: Rope | None) -> dict[str, Any]:
+def one_kind(rope: Rope | None) -> Record:
     """Return blocks of one kind, without a window."""
     return {"kinds": (BlockKind(rope=rope),)}
 
 
-def same_kinds(fields: Fields, window: int | None = None) -> dict[str, Any]:
+def same_kinds(fields: Fields, window: int | None = None) -> Record:
     """Return blocks of one kind."""
     return kinds(fields, None, window)
 
 
-def kinds(fields: Fields, types: list[str] | None, window: int | None) -> dict[str, Any]:
+def kinds(fields: Fields, types: list[str] | None, window: int | None) -> Record:
     """Return blocks that have the window or not, by their types. Without types all have it."""
     return fields.kinds(types, window, lambda kind: rope(fields, kind))
 
@@ -124,16 +124,16 @@ def types_of(fields: Fields, period: int) -> list[str]:
     ]
 
 
-def plain(fields: Fields) -> dict[str, Any]:
+def plain(fields: Fields) -> Record:
     """Return a model with blocks of one kind."""
     return sizes(fields) | same_kinds(fields)
 
 
-def llama(fields: Fields) -> dict[str, Any]:
+def llama(fields: Fields) -> Record:
     has_biases = bool(fields["attention_bias"])
     biases = {"qkv_bias": has_biases, "out_bias": has_biases, "mlp_bias": bool(fields["mlp_bias"])}
     return plain(fields) | biases
 
 
-def mistral(fields: Fields) -> dict[str, Any]:
+def mistral(fields: Fields) -> Record:
     return sizes(fields) | same_kinds(fields, fields["sliding_window"])

@@ -11,6 +11,9 @@ from shardopt.models._decoder_config import BlockKind
 from shardopt.models._rope import Rope
 from shardopt.trace._primitives import words
 
+Record = dict[str, Any]
+"""A part of a config.json, or fields of `DecoderConfig`, by name."""
+
 NEUTRAL = frozenset(
     words(
         "_attn_implementation _attn_implementation_autoset _name_or_path _sliding_window_pattern "
@@ -96,7 +99,7 @@ class Fields:
         self.problems.append(f"{name} is {value!r}, must be a positive number")
         return 1.0
 
-    def record(self, name: str) -> dict[str, Any]:
+    def record(self, name: str) -> Record:
         """Return a field that must be an object or null."""
         value = self[name] or {}
         if isinstance(value, dict):
@@ -178,7 +181,7 @@ class Fields:
         self._check_pairs(rope, head_dim)
         return rope
 
-    def _rope_scaling(self, group: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
+    def _rope_scaling(self, group: str | None, changes: Mapping[str, Any]) -> Record:
         """Return the entries that describe the rotary positions of blocks of one type."""
         old = changes.get("rope_scaling", self.record("rope_scaling"))
         new = self.record("rope_parameters")
@@ -202,7 +205,7 @@ class Fields:
 
     def kinds(
         self, types: Sequence[str] | None, window: int | None, rope_of: Callable[[str], Rope | None]
-    ) -> dict[str, Any]:
+    ) -> Record:
         """Return `kinds` and `pattern` of a `DecoderConfig` from the type of each block,
         "full_attention" or "sliding_attention".
         """
@@ -240,17 +243,17 @@ def check_fields(folder: object, fields: Fields) -> None:
         )
 
 
-def _plain(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
+def _plain(scaling: Record, fields: Fields) -> Record:
     scaling.pop("original_max_position_embeddings", None)
     fields.skip("original_max_position_embeddings")
     return {}
 
 
-def _linear(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
+def _linear(scaling: Record, fields: Fields) -> Record:
     return {"kind": "linear", "factor": float(scaling.pop("factor"))}
 
 
-def _length(scaling: dict[str, Any], fields: Fields) -> int:
+def _length(scaling: Record, fields: Fields) -> int:
     trained_length = scaling.pop("original_max_position_embeddings", None)
     return (
         fields["original_max_position_embeddings"]
@@ -259,7 +262,7 @@ def _length(scaling: dict[str, Any], fields: Fields) -> int:
     )
 
 
-def _llama3(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
+def _llama3(scaling: Record, fields: Fields) -> Record:
     slow = float(scaling.pop("low_freq_factor"))
     fast = float(scaling.pop("high_freq_factor"))
     factor = float(scaling.pop("factor"))
@@ -272,7 +275,7 @@ def _llama3(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
     }
 
 
-def _yarn(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
+def _yarn(scaling: Record, fields: Fields) -> Record:
     length = _length(scaling, fields)
     factor = scaling.pop("factor", None)
     factor = float(factor or fields["max_position_embeddings"] / length)
@@ -297,7 +300,7 @@ def _yarn(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
     }
 
 
-def _longrope(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
+def _longrope(scaling: Record, fields: Fields) -> Record:
     length = _length(scaling, fields)
     factor = scaling.pop("factor", None)
     factor = float(factor or fields["max_position_embeddings"] / length)

@@ -297,6 +297,3 @@ def build(
         mesh=config.home.mesh,
         config=config._replace(report=functions.report),
     )
-
-
-UNDECIDED = "view: the first step chooses it."

@@ -64,10 +64,15 @@ def same_bits_rows() -> list[Row]:
     return [*rows, Row("same bits", SCATTERED, _measure_scattered)]
 
 
-def _measure_scattered(devices: Devices) -> Measurement:
+def check_order(devices: Devices) -> None:
+    """Raise `NotRun` on GPUs that add in any order."""
     if devices[0].platform == "gpu" and _ORDER_FLAG not in os.environ.get("XLA_FLAGS", ""):
         reason = f"GPUs add scattered numbers in any order without XLA_FLAGS={_ORDER_FLAG}"
         raise NotRun("not on this platform", reason)
+
+
+def _measure_scattered(devices: Devices) -> Measurement:
+    check_order(devices)
     return measure_same_bits(_scattered_sums, devices)
 
 

@@ -18,7 +18,7 @@ from shardopt.core._extras import version_of
 from shardopt.verify._devices import collective_rows, same_bits_rows
 from shardopt.verify._kernels import kernel_rows
 from shardopt.verify._rows import Devices, NotRun, Result, Row, Status, agree
-from shardopt.verify._training import FIRST, SECOND, training_rows
+from shardopt.verify._training import FIRST, SECOND, same_training_rows, training_rows
 
 FAILED = 1
 OUT_OF_TIME = 3
@@ -89,6 +89,7 @@ def all_rows(devices: Devices) -> list[Row]:
         *same_bits_rows(),
         *collective_rows(devices),
         *training_rows(FIRST),
+        *same_training_rows(),
         *kernel_rows(),
         *training_rows(SECOND),
     ]

@@ -14,15 +14,18 @@ from jax.sharding import Mesh
 
 from shardopt.config._program_check import ProgramCheck
 from shardopt.core import PyTree, WrongProgramError
+from shardopt.diagnose._same_bits import compare_bits
 from shardopt.hlo import check_proved
 from shardopt.mesh import make_mesh
 from shardopt.pipeline import schedules
+from shardopt.reducers import exact
 from shardopt.step._global_rows import GlobalRows
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.strategies._ddp import ddp
 from shardopt.strategies._fsdp import fsdp
 from shardopt.strategies._hybrid import hybrid
 from shardopt.strategies._zero import zero
+from shardopt.verify._devices import check_order
 from shardopt.verify._problems import (
     LENGTH,
     OPTIMIZERS,
@@ -35,6 +38,7 @@ from shardopt.verify._problems import (
 from shardopt.verify._rows import (
     Devices,
     Measurement,
+    NotRun,
     Row,
     agree,
     device_names,
@@ -170,6 +174,26 @@ def training_rows(table: tuple[Training, ...]) -> list[Row]:
     ]
 
 
+def same_training_rows() -> list[Row]:
+    """Return the row that compares the bits of training on all devices and on one."""
+    training = Training("fsdp", {}, "adamw")
+    measure = functools.partial(measure_bits, training)
+    return [Row("same bits", f"training: {training}", measure)]
+
+
+def measure_bits(training: Training, devices: Devices) -> Measurement:
+    """Train with sums in one order, and compare the bits with one device."""
+    check_order(devices)
+    size = len(devices)
+    if size & (size - 1):
+        raise NotRun("did not fit", f"it needs 1, 2, 4, 8, ... devices, and there are {size}")
+    problem = make_problem(training.model, _ROWS_PER_DEVICE * size)
+    reducer = exact(tile_rows=_ROWS_PER_DEVICE)
+    opt = _strategy_of(training, problem, make_mesh(devices=devices), reducer=reducer)
+    difference = compare_bits(opt, problem.params, problem.batches)
+    return Measurement(not difference.differs, difference.name, {})
+
+
 def allowed_difference(training: Training, platform: str, num_rows: int) -> float:
     """Return the largest relative difference of an update that counts as rounding.
 
@@ -227,10 +251,7 @@ def _train(training: Training, problem: Problem, mesh: Mesh) -> tuple[PyTree, li
 def _train_checked(
     training: Training, problem: Problem, mesh: Mesh, check: ProgramCheck | None
 ) -> tuple[PyTree, list[float]]:
-    tx = OPTIMIZERS[training.optimizer]()
-    options = {**problem.options, **training.options}
-    strategy = _STRATEGIES[training.strategy]
-    opt = strategy(tx, mesh, problem.loss_fn, check=check, **options)
+    opt = _strategy_of(training, problem, mesh, check=check)
     with warnings.catch_warnings():
         # the comparison with one device covers the cases that the proof of a program leaves open
         warnings.filterwarnings("ignore", message="(?s).*check_proved proves all but")
@@ -240,6 +261,14 @@ def _train_checked(
             state, metrics = opt.step(state, GlobalRows(batch))
             losses.append(float(metrics["loss"]))
     return state.params, losses
+
+
+def _strategy_of(
+    training: Training, problem: Problem, mesh: Mesh, **options: Any
+) -> ShardedOptimizer:
+    tx = OPTIMIZERS[training.optimizer]()
+    options |= {**problem.options, **training.options}
+    return _STRATEGIES[training.strategy](tx, mesh, problem.loss_fn, **options)
 
 
 def device_differences(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from shardopt.step import _gradients as gradients
+from shardopt.step import _same_bits as same_bits
 from shardopt.verify import Measurement, NotRun, Row, _devices, all_rows, run_rows
 from shardopt.verify._devices import (
     COLLECTIVES,
@@ -26,6 +27,7 @@ from shardopt.verify._training import (
     SECOND,
     Training,
     device_differences,
+    measure_bits,
     measure_training,
     training_rows,
 )
@@ -65,6 +67,18 @@ def test_a_row_passes_and_has_room_for_other_compilers(training):
     measurement = measure_training(training, PAIR)
     assert measurement.passed
     assert measurement.numbers["update_difference"] < measurement.numbers["tolerance"] / 2
+
+
+def test_training_with_other_bits_on_two_devices_fails(monkeypatch):
+    training = Training("ddp", {}, "momentum", "odd sizes")
+    assert measure_bits(training, PAIR) == (True, "bits of one device", {})
+    sum_pairs = same_bits._sum_pairs
+    monkeypatch.setattr(same_bits, "_sum_pairs", lambda rows: sum_pairs(rows) * len(rows))
+    passed, detail, _ = measure_bits(training, PAIR)
+    assert not passed
+    assert detail == "bits of metrics/grad_norm after step 1"
+    with pytest.raises(NotRun, match="devices, and there are 3"):
+        measure_bits(training, jax.devices()[:3])
 
 
 @pytest.mark.fast
