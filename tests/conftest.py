@@ -5,7 +5,6 @@ import importlib.metadata
 import os
 import shutil
 import sys
-import threading
 
 # Many containers tell python not to store bytecode. Then each process that a test starts would
 # compile the package for several seconds, and each worker would compile all tests for ten.
@@ -34,7 +33,6 @@ install_import_hook(
 
 import jax
 import pytest
-from jax._src.interpreters import mlir
 from support.tiers import has_fast, is_slow
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -44,32 +42,6 @@ jax.config.update("jax_traceback_filtering", "off")  # a test that fails shows e
 # Tracing makes millions of small objects that live on. With the default thresholds, the collector
 # walks them all again and again: 5 to 7% of the time of a test.
 gc.set_threshold(50_000, 50, 100)
-
-PROGRAMS_OF_A_CONTEXT = 100
-"""A context keeps the constants of its programs, so that it is not kept for good."""
-
-
-def share_contexts_of_lowering():
-    """Lower many programs of a thread in one MLIR context.
-
-    jax makes one for each program, with all dialects: 5 ms of CPU, a fifth of a small program.
-    """
-    init = mlir.ModuleContext.__init__
-    of_thread = threading.local()
-
-    def init_with_shared_context(self, *, context=None, **options):
-        if context is None:
-            number = getattr(of_thread, "number", 0)
-            if number % PROGRAMS_OF_A_CONTEXT == 0:
-                of_thread.context = mlir.make_ir_context()
-            of_thread.number = number + 1
-            context = of_thread.context
-        init(self, context=context, **options)
-
-    mlir.ModuleContext.__init__ = init_with_shared_context
-
-
-share_contexts_of_lowering()
 
 GIGABYTE = 2**30
 FAST = "fast and not slow and not default"
