@@ -81,10 +81,12 @@ def per_row(loss_of_row: Callable[..., Loss], *, batch_dims: BatchDims = ()) -> 
     do not depend on the mesh or on `micro_batches`; only on a context axis each share of the
     positions draws its own.
 
-    **Exceptions.** Four kinds of losses run as a loss without a proof does, with the reason:
+    **Exceptions.** Five kinds of losses run as a loss without a proof does, with the reason:
 
     - The loss names a mesh axis that carries rows.
     - It uses `jax.custom_batching.custom_vmap`, which may mix rows.
+    - It draws from keys that are not of threefry2x32, such as "rbg": `jax.vmap` draws for all rows
+      together.
     - A custom derivative does not scale with its cotangent.
     - A weight of `Weighted` depends on the parameters.
     """

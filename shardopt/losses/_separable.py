@@ -40,6 +40,7 @@ from shardopt.losses._rows import with_rows
 from shardopt.mesh import analysis
 from shardopt.remat._gathered_block import leaves_like
 from shardopt.separability._dependence import LOOP, leaves_used
+from shardopt.separability._draws import draws_together
 from shardopt.separability._numbers import relation_of_numbers
 from shardopt.separability._proof import DifferentTracesError, ProofSettings
 from shardopt.separability._relations import (
@@ -302,7 +303,7 @@ def _find_row_mixing(
 ) -> Mixing | None:
     """Return why the mean over rows of a loss of one row is not exact on pieces; None if it is.
 
-    The loss of a row is traced once. It sees no other row, so only four things are left to refuse:
+    The loss of a row is traced once. It sees no other row, so only five things are left to refuse:
     see `per_row`.
 
     Raises:
@@ -328,8 +329,9 @@ def _find_row_mixing(
             raise
         return Mixing("the loss", f"a row names a mesh axis that carries rows: {error}.")
     jaxpr = trace.jaxpr
-    if _has_custom_vmap(jaxpr):
-        return Mixing("the loss", CUSTOM_VMAP)
+    mixing = _mixing_by_vmap(jaxpr)
+    if mixing is not None:
+        return mixing
     if not loss_call.training:
         return None
     try:
@@ -337,9 +339,7 @@ def _find_row_mixing(
     except NotImplementedError as error:  # a custom_vmap within a custom derivative
         reason = f"its backward pass cannot be traced for one row: {error}."
         return Mixing("the loss", reason, cause=error)
-    if _has_custom_vmap(backward_pass):
-        return Mixing("the loss", CUSTOM_VMAP)
-    mixing = _mixing_by_weight(trace)
+    mixing = _mixing_by_vmap(backward_pass) or _mixing_by_weight(trace)
     if mixing is not None:
         return mixing
     proof = ProofSettings(relate_jaxprs, cut.pieces, other_axes=row_call.other_axes, training=True)
@@ -349,8 +349,14 @@ def _find_row_mixing(
     return _mixing_of_unknown("the loss", unknown[0]) if unknown else None
 
 
-def _has_custom_vmap(jaxpr: jex.ClosedJaxpr) -> bool:
-    return any(eqn.primitive is custom_vmap_p for eqn in equations(jaxpr))
+def _mixing_by_vmap(jaxpr: jex.ClosedJaxpr) -> Mixing | None:
+    """Return what `vmap` of a loss does not compute row by row; None if there is nothing."""
+    for eqn in equations(jaxpr):
+        if eqn.primitive is custom_vmap_p:
+            return Mixing("the loss", CUSTOM_VMAP)
+        if draws_together(eqn):
+            return Mixing("the loss", REASONS["keys"])
+    return None
 
 
 def _check_same_dims(caller: str, loss: PerRow, batch: PyTree, dims: Sequence[int | None]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import JaxprEqn
 
 from shardopt.separability._elementwise import elementwise, unknown_results
 from shardopt.separability._proof import ProofSettings
@@ -30,6 +31,7 @@ from shardopt.separability._relations import (
     is_drawn,
     is_exactly_same,
 )
+from shardopt.trace._primitives import library_name
 
 
 def draw(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
@@ -98,6 +100,8 @@ def follow_keys(
     keys = {key for relation in relations if isinstance(relation, Same) for key in relation.keys}
     if site.name in DRAWS and not keys and any(map(is_drawn, relations)):
         return unknown_results(site, relations, "reused")  # a key that was hidden in other numbers
+    if any(isinstance(key, Split) for key in relations[:1]) and draws_together(site.whole_eqn):
+        return unknown_results(site, relations, "keys")
     for_rows = any(isinstance(result, Split) for result in results)
     if site.name == "random_bits" or (site.name in DRAWS and for_rows):
         numbers = [
@@ -125,6 +129,15 @@ def follow_keys(
             result = dataclasses.replace(result, keys=frozenset(result_keys))
         followed.append(result)
     return followed
+
+
+def draws_together(eqn: JaxprEqn) -> bool:
+    """Return whether jax draws the numbers of several keys together, not key by key: for all
+    implementations but threefry.
+    """
+    key_by_key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
+    draws = library_name(eqn.primitive) in DRAWS | {"rng_bit_generator"}
+    return draws and eqn.invars[0].aval.dtype != key_by_key  # pyright: ignore
 
 
 def _step(

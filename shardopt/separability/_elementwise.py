@@ -210,8 +210,9 @@ def _result_ratio(
     # 8-bit products take the largest magnitude of a gradient
     if _is_linear(site) or site.name == "abs":
         return ratios[0]
-    # finite up to overflow, which rounding does not promise; a multiple is 0 where the number is
-    if site.name == "is_finite" or (site.name in ("eq", "ne") and zeros[1]):
+    # finite up to overflow, which rounding does not promise; a multiple has the sign of the number
+    compares = site.name in ("eq", "ne", "lt", "le", "gt", "ge")
+    if site.name == "is_finite" or (compares and zeros[1]):
         return Fraction(1)
     if site.name == SELECT and ratios[0] == 1:
         nonzero = {ratio for ratio, zero in zip(ratios[1:], zeros[1:], strict=True) if not zero}

@@ -262,6 +262,10 @@ REASONS = {
         "one random key gives numbers for each row, and is used once more. Split it with"
         " jax.random.split before."
     ),
+    "keys": (
+        "jax draws numbers for several keys of this implementation together, not key by key. Use"
+        ' jax.random.key(seed, impl="threefry2x32").'
+    ),
     "traces": "it does other things on the whole batch than on a piece of it.",
 }
 """The sentence of an error message for each reason of an `Unrelated`."""

@@ -52,6 +52,7 @@ from shardopt.trace._jaxprs import (
 )
 from shardopt.trace._marks import ATTENTION, POSITIONS, ROW_MAXIMUM, has_mark
 from shardopt.trace._parts import abstract_value
+from shardopt.trace._primitives import library_name
 
 
 def relate_jaxprs(
@@ -231,7 +232,10 @@ def _calls(eqn: JaxprEqn, function: Callable[..., jax.Array]) -> bool:
         calls = jax.make_jaxpr(function)(*map(abstract_value, eqn.invars)).eqns
     except (TypeError, ValueError):  # it takes other operands
         return False
-    return [str(call.params.get("jaxpr")) for call in calls] == [str(eqn.params.get("jaxpr"))]
+    # a primitive of the user may have the name of one of jax
+    is_of_jax = all(library_name(called.primitive) for called in equations(eqn.params["jaxpr"]))
+    texts = [str(call.params.get("jaxpr")) for call in calls]
+    return is_of_jax and texts == [str(eqn.params["jaxpr"])]
 
 
 def _take_along_axis(site: EquationPair, relations: Sequence[Relation], axis: int) -> Relation:

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive
+from jax.extend.core import Literal, Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.lax import gather_p
 
 import shardopt as so
 from support.row_classes import Case, cases, errors, hidden, rows_of
@@ -207,7 +208,38 @@ def _reversed_rows(x: jax.Array, i: jax.Array) -> jax.Array:
     return x[::-1] if x.shape[0] == 8 else x * (i >= 0)
 
 
+def less_the_mean_of_rows(values: Any, indices: Any, **params: Any) -> jax.Array:
+    return gather_p.bind(values - values.mean(0, keepdims=True), indices, **params)
+
+
+def shape_of_gather(values: Any, indices: Any, **params: Any) -> jax.core.ShapedArray:
+    gathered = jax.eval_shape(lambda *args: gather_p.bind(*args, **params), values, indices)
+    return jax.core.ShapedArray(gathered.shape, gathered.dtype)
+
+
+GATHER = Primitive("gather")
+GATHER.def_impl(less_the_mean_of_rows)
+GATHER.def_abstract_eval(shape_of_gather)
+mlir.register_lowering(GATHER, mlir.lower_fun(less_the_mean_of_rows, multiple_results=False))
+
+
+@jax.jit
+def looked_up_along(values: Any, indices: Any) -> jax.Array:
+    """Do the equations of `jnp.take_along_axis`, with another primitive in place of its gather."""
+    call = jax.make_jaxpr(lambda x, i: jnp.take_along_axis(x, i, 1))(values, indices).eqns[0]
+    closed = call.params["jaxpr"]
+    numbers = dict(zip(closed.jaxpr.invars, (values, indices), strict=True))
+    for eqn in closed.jaxpr.eqns:
+        primitive = GATHER if eqn.primitive is gather_p else eqn.primitive
+        operands = [x.val if isinstance(x, Literal) else numbers[x] for x in eqn.invars]
+        numbers[eqn.outvars[0]] = primitive.bind(*operands, **eqn.params)
+    return numbers[closed.jaxpr.outvars[0]]
+
+
 NAMES = cases({
+    "the gather of take_along_axis": Case(
+        lambda p, b: jnp.mean(looked_up_along(b["x"], b["label"][:, None] % 2) * p["w"][0, 0]), pieces=8
+    ),
     "tanh": lambda p, b: jnp.mean(imitated("tanh", less_mean)(b["x"] @ p["w"]) ** 2),
     "neg": lambda p, b: jnp.mean(imitated("neg", less_mean)(hidden(p, b)) ** 2),
     "copy": lambda p, b: jnp.mean(imitated("copy", less_mean)(hidden(p, b)) ** 2),
@@ -576,7 +608,34 @@ def shared_by_narrow(dtype: Any) -> Case:
     return Case(loss, rows=6, pieces=3)
 
 
+TENTHS = np.arange(3000, dtype=np.float32) * np.float32(0.1)
+
+
+def by_a_rounded_sum(p: Any, b: Any) -> jax.Array:
+    """Take the first branch only if XLA rounds a sum as numpy does."""
+    is_numpys = jnp.sum(jnp.arange(3000, dtype=jnp.float32) * 0.1) == np.sum(TENTHS)
+    return jax.lax.cond(
+        is_numpys, lambda: jnp.mean(errors(p, b)), lambda: jnp.mean(b["x"] @ p["w"]) ** 2
+    )
+
+
+def drawn_together(label: Any) -> jax.Array:
+    key = jax.random.key(0, impl="rbg")
+    return jax.random.uniform(jax.random.fold_in(key, label))
+
+
+KEYS = cases(
+    {
+        "rbg": lambda p, b: jnp.mean(jax.vmap(drawn_together)(b["label"]) * errors(p, b)),
+        "rbg, a row": so.per_row(
+            lambda p, row: drawn_together(row["label"]) * jnp.sum(row["x"] @ p["w"])
+        ),
+    }
+)
+
+
 NUMBERS = cases({
+    "a branch by a rounded sum": by_a_rounded_sum,
     "shares of 8 bits, 4 of them exponent": shared_by_narrow(jnp.float8_e4m3fn),
     "shares of 8 bits, 5 of them exponent": shared_by_narrow(jnp.float8_e5m2),
     "shares of 8 bits without a negative zero": shared_by_narrow(jnp.float8_e4m3fnuz),
@@ -702,6 +761,7 @@ DECEPTIONS = {
     "ties": TIES,
     "signs of zeros": SIGNS,
     "numbers of the trace": NUMBERS,
+    "implementations of keys": KEYS,
     "windows of scatters": WINDOWS,
     "orders of results": ORDERS,
 }
