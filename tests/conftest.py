@@ -21,14 +21,13 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import support.shapes  # noqa: F401  the hook finds it by its name
 from jaxtyping import install_import_hook
-from support.shapes import check_outer
 
 # These packages annotate shapes. Elsewhere bad input must meet shardopt's own checks, as it does
 # for users.
 install_import_hook(
-    ["shardopt.collectives", "shardopt.models", "shardopt.data"],
-    f"{check_outer.__module__}.{check_outer.__name__}",
+    ["shardopt.collectives", "shardopt.models", "shardopt.data"], "support.shapes.check_outer"
 )
 
 import jax

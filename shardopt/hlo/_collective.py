@@ -168,7 +168,7 @@ def _result(instruction: Instruction, kind: str) -> str:
 def _wire_bytes(kind: str, size: int, n: int) -> int:
     if kind in ("collective-permute", "collective-broadcast"):
         return size
-    # Of a ring: an all-reduce is a reduce-scatter and an all-gather, each (n - 1) / n of the bytes.
+    # On a ring an all-reduce is a reduce-scatter and an all-gather, each (n - 1) / n of the bytes.
     return -(-(2 if kind == "all-reduce" else 1) * (n - 1) * size // n)
 
 
@@ -355,8 +355,7 @@ def axis_of_parts(groups: Groups, sizes: Mapping[str, int]) -> str | None:
         positions = coordinates[moving[0]]
         count = len(group)
         stride = int(positions[1] - positions[0])
-        # Where such a group begins if the axis is split into [size / (stride count), count,
-        # stride].
+        # Such a group begins here if the axis is split into [size / (stride count), count, stride].
         expected_first = positions[0] // (stride * count) * stride * count + positions[0] % stride
         if (positions != expected_first + stride * np.arange(count)).any():
             return None

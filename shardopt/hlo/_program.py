@@ -447,7 +447,7 @@ def _computation(
         in_tick_loop = schedule is None or iterations == schedule.num_ticks
         inner = [flops(callee, in_tick_loop) for callee in callees(line)]
         if line.opcode == "conditional":
-            # Kept apart, since a stage takes its branches less often than the loop turns.
+            # Branches are counted apart: a stage takes them less often than the loop turns.
             return _Flops(branches=max((branch.total for branch in inner), default=0.0))
         body = _sum(inner)
         if line.opcode != "while" or body.total == 0.0:

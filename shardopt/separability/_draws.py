@@ -100,7 +100,7 @@ def follow_keys(
     keys = {key for relation in relations if isinstance(relation, Same) for key in relation.keys}
     if site.name in DRAWS and not keys and any(map(is_drawn, relations)):
         return unknown_results(site, relations, "reused")  # a key that was hidden in other numbers
-    if any(isinstance(key, Split) for key in relations[:1]) and draws_together(site.whole_eqn):
+    if relations and isinstance(relations[0], Split) and draws_together(site.whole_eqn):
         return unknown_results(site, relations, "keys")
     for_rows = any(isinstance(result, Split) for result in results)
     if site.name == "random_bits" or (site.name in DRAWS and for_rows):
@@ -135,9 +135,10 @@ def draws_together(eqn: JaxprEqn) -> bool:
     """Return whether jax draws the numbers of several keys together, not key by key: for all
     implementations but threefry.
     """
+    if library_name(eqn.primitive) not in DRAWS | {"rng_bit_generator"}:
+        return False
     key_by_key = jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
-    draws = library_name(eqn.primitive) in DRAWS | {"rng_bit_generator"}
-    return draws and eqn.invars[0].aval.dtype != key_by_key  # pyright: ignore
+    return eqn.invars[0].aval.dtype != key_by_key  # pyright: ignore
 
 
 def _step(

@@ -87,8 +87,8 @@ def as_numbers(value: Any) -> np.ndarray | None:
 def fold_constants(site: EquationPair, relations: Sequence[Relation]) -> Known | None:
     """Return the numbers that an equation computes.
 
-    None if an operand is not known, the computation is too large, or floats decide, as in a comparison:
-    a device may round them otherwise.
+    None if an operand is not known or the computation is too large. None too for what jumps, such as
+    a comparison, if it takes floats: a device may round them otherwise.
     """
     if site.num_results != 1 or not all(isinstance(relation, Known) for relation in relations):
         return None

@@ -185,7 +185,7 @@ def measure_bits(training: Training, devices: Devices) -> Measurement:
     """Train with sums in one order, and compare the bits with one device."""
     check_order(devices)
     size = len(devices)
-    if size & (size - 1):
+    if size.bit_count() != 1:  # it is no power of 2
         raise NotRun("did not fit", f"it needs 1, 2, 4, 8, ... devices, and there are {size}")
     problem = make_problem(training.model, _ROWS_PER_DEVICE * size)
     reducer = exact(tile_rows=_ROWS_PER_DEVICE)

@@ -52,6 +52,7 @@ def _server():
     def close():
         server.stdin.close()
         server.wait(60)
+        server.stdout.close()
 
     atexit.register(close)
     return server

@@ -331,7 +331,7 @@ def exchanged(value: DerivedValue, dim: int, groups: Groups) -> DerivedValue:
     if n == 1:
         return value
     sent = block(value, dim, zeros(devices), n)
-    # An all-to-all is a gather of the senders' pieces, of which each device keeps one block.
+    # An all-to-all gathers the pieces of the senders. Each device then keeps one block.
     received = gathered(sent, dim, groups)
     # the block that arrives is the one with the receiver's number: gathering saw block 0 of every
     # device
@@ -358,7 +358,7 @@ def permuted(value: DerivedValue, senders: np.ndarray, order: int) -> DerivedVal
     if value.zero:
         return value
     receives = Positions.of(senders >= 0)
-    # A permute moves what is known of a device with its data.
+    # A permute moves the facts about a device together with its data.
     source = np.where(senders < 0, np.arange(len(senders)), senders)  # the others get zeros
 
     def moved(at: Positions) -> Positions:

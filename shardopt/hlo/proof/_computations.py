@@ -296,8 +296,8 @@ class Derivation:
     def _while(self, line: Line, initial: Result) -> Result:
         body, condition = (line.attributes[key].strip(" %") for key in ("body", "condition"))
         state = initial
-        # A fixed point: each turn joins the carry with what the body makes of it, so facts only
-        # weaken.
+        # The loop ends at a fixed point: each turn joins the carry with the body's result, so facts
+        # only weaken.
         for _ in range(MAX_TURNS):
             following = join(state, self.run(body, (state,)), line)
             if following == state:

@@ -35,7 +35,7 @@ def convolution(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
         for role in ("batch", "contracting")
     )
     inner = product(line, lhs, rhs, batch, contracting)
-    # The order in which `product` returns dims: batch, then the left side's, then the right side's.
+    # `product` returns the dims in this order: batch, then the left side's, then the right side's.
     order = list(dict.fromkeys([*labels_of_role["batch"], *left_labels, *right_labels]))
     order = [label for label in order if label not in labels_of_role["contracting"]]
     dims = tuple(

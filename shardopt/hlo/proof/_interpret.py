@@ -244,7 +244,7 @@ class Interpreter:
                 goes_on = np.asarray(self.call(condition, devices, [state]))
                 if not goes_on.any():
                     return state
-                # Devices may leave a loop at different turns. Those that stay run the body alone.
+                # Devices may leave a loop at different turns. The devices that stay run the body alone.
                 if goes_on.all():
                     state = self.call(body, devices, [state])
                     continue

@@ -193,8 +193,8 @@ def _compare(line: Line) -> Operation:
         return lambda a, b: np.asarray(compare(a, b))
 
     def ordered(value: np.ndarray) -> np.ndarray:
-        # The bits of a positive float order like an integer. Those of a negative one order the
-        # other way: they are flipped below all others, and -0 becomes -1.
+        # The bits of positive floats have the order of integers. The bits of negative floats have
+        # the reverse order, so they are flipped below all others, and -0 becomes -1.
         bits = value.view(f"int{value.dtype.itemsize * 8}").astype(np.int64)
         return np.where(bits < 0, np.int64(-(2 ** (value.dtype.itemsize * 8 - 1))) - bits - 1, bits)
 
@@ -233,8 +233,8 @@ def _bitcast(line: Line) -> Operation:
         target = target._replace(tile=())
 
     def apply(value):
-        # Same bytes, other dims or type: so numbers are first put into the order in which memory
-        # has them.
+        # The bytes stay, the dims or the type change. So numbers are first put into the order of
+        # memory.
         flat = np.ascontiguousarray(to_memory(value, source))
         return from_memory(flat.view(target.dtype), target)
 
@@ -442,8 +442,8 @@ def _convolution(line: Line) -> Operation:
         sizes = [result.dims[out_labels.index(label)] for label in spatial]
         # value [devices, b, f, ...], kernel [devices, f, o, ...]
         #
-        # A loop over the places of the kernel, not over those of the result: each round is one
-        # product of matrices, for the numbers of all windows that meet this place.
+        # The loop is over the places of the kernel, not of the result: each round is one product
+        # of matrices, for the numbers of all windows that meet this place.
         total = np.zeros((len(value), value.shape[1], kernel.shape[2], *sizes), wide)
         for place in itertools.product(*(range(size) for size in kernel.shape[3:])):
             window = tuple(

@@ -138,7 +138,7 @@ def prove(
     if inputs is None or (len(inputs) != len(parameters) and not isinstance(program, str)):
         inputs = written_shardings(parameters, math.prod(sizes_of_program(module)))
     derived_faults, sums_of_constants = _derive(module, inputs, outputs)
-    # Of the module as XLA wrote it: a report names its lines, not those of opened fusions.
+    # These lines are of the module as XLA wrote it: a report names no line of an opened fusion.
     instructions = [line for lines in written.computations.values() for line in lines]
     faults = {*derived_faults, *_faults_of_memory(written, instructions)}
     comparison = Comparison(None, "the program that XLA was given is unknown.")

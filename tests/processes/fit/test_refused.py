@@ -1,13 +1,13 @@
 """A process that ends alone, without a launcher, tells the others why, and all end."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.processes import ROOT
+from support.paths import ROOT
+from support.processes import free_port
 
 WORKER = Path(__file__).with_name("worker_refused.py")
 NO_ERROR = "its program ended without an error, or called sys.exit"
@@ -28,9 +28,7 @@ NO_ERROR = "its program ended without an error, or called sys.exit"
     ],
 )
 def test_the_end_of_one_process_alone_ends_the_others_with_its_reason(place, reason, code):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     processes = [
         subprocess.Popen(

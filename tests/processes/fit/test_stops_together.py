@@ -42,10 +42,11 @@ QUICK = [("data_sleep", "0"), ("evaluate_batches", "01")]
 def start(folder, phase, blocked):
     """Start both processes."""
     port = free_port()
-    return [
-        Fork(WORKER, [rank, port, folder, phase, blocked], *[folder / f"log-{rank}"] * 2)
-        for rank in range(2)
-    ]
+    processes = []
+    for rank in range(2):
+        log = folder / f"log-{rank}"
+        processes.append(Fork(WORKER, [rank, port, folder, phase, blocked], log, log))
+    return processes
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import types
@@ -17,7 +16,8 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
-from support.processes import ROOT
+from support.paths import ROOT
+from support.processes import free_port
 
 import shardopt as so
 from shardopt.runtime import _connection, _processes
@@ -433,10 +433,7 @@ def start(call, variables):
 
 @pytest.mark.default
 def test_two_processes_of_torchrun_train_together():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    variables = TORCHRUN | {"MASTER_PORT": str(port), "MASTER_ADDR": "localhost"}
+    variables = TORCHRUN | {"MASTER_PORT": str(free_port()), "MASTER_ADDR": "localhost"}
     processes = [
         start("so.initialize()", variables | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
     ]

@@ -9,7 +9,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.paths import ROOT
+from support.processes import free_port
 
 WORKER = Path(__file__).with_name("worker_that_is_elastic.py")
 STEPS = 60
@@ -183,9 +183,7 @@ def test_a_scheduler_that_loses_a_host_starts_the_job_with_fewer(memory, one_dev
     places = [f"localhost:{start_vault()}" for _ in range(2 * memory)]
 
     def start(count):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
         environment |= {
             "PYTHONPATH": str(ROOT),

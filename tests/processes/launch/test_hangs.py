@@ -5,7 +5,6 @@ same parameters bit for bit.
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.paths import ROOT
+from support.processes import free_port
 
 WORKER = Path(__file__).with_name("worker_that_hangs.py")
 PROCESSES = 3
@@ -108,9 +108,7 @@ for step in range(9):
 
 
 def test_a_watchdog_ends_a_job_that_no_launcher_watches():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     environment |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
