@@ -6,6 +6,7 @@ XLA:CPU joins none of them. XLA:GPU joins collectives itself (its combiner passe
 joining gains nothing. PyTorch's FSDP joins the leaves of a module for the same reason.
 """
 
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -220,7 +221,7 @@ def _flatten_rows(rows: Sequence[jax.Array]) -> jax.Array:
 
 def split_points(sizes: Sequence[int]) -> list[int]:
     """Return where parts of these sizes begin, but the first."""
-    return [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
+    return list(itertools.accumulate(sizes))[:-1]
 
 
 def shards_of(x: jax.Array, dim: int, n: int) -> jax.Array:

@@ -2,6 +2,7 @@
 the user says.
 """
 
+import itertools
 from collections.abc import Sequence
 
 from shardopt.core import calling, check_number, is_integer, plural, type_error, value_error
@@ -113,7 +114,7 @@ def check_counts(counts: Sequence[int] | None) -> Counts | None:
 
 def first_blocks(counts: Counts) -> Counts:
     """Return [V], the model's number of the first block of each virtual stage."""
-    return tuple(sum(counts[:v]) for v in range(len(counts)))
+    return tuple(itertools.accumulate(counts, initial=0))[:-1]
 
 
 def stage_rows(schedule: Schedule, counts: Counts) -> tuple[list[list[int]], list[int]]:
