@@ -9,7 +9,7 @@ from shardopt.core import NotSeparableError, PyTree, TrainState, abstract, calli
 from shardopt.core._tracebacks import api_boundary
 from shardopt.diagnose._difference import Difference, largest
 from shardopt.diagnose._pieces import checked_batch
-from shardopt.diagnose._same_bits import BITS, compare_bits
+from shardopt.diagnose._same_bits import compare_bits
 from shardopt.diagnose._whole_steps import Comparison, batches_of, values_of, with_gradients
 from shardopt.step._inputs import place_batch
 from shardopt.step._optimizer import ShardedOptimizer
@@ -111,7 +111,7 @@ def check(
             "see the remedies of NotSeparableError in the documentation of so.ddp: view='global' is"
             " exact for every loss. If that differs too, it is a fault of the strategy: report it."
         )
-        if all(difference.name.startswith(BITS) for difference in wrong):
+        if all(difference.is_of_bits for difference in wrong):
             fix = (
                 "leave tile_rows out if rounding may depend on the mesh. On GPUs set"
                 " XLA_FLAGS=--xla_gpu_deterministic_ops=true. Otherwise it is a fault of"

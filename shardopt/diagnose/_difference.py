@@ -26,11 +26,13 @@ class Difference(NamedTuple):
         `_same_bits` for "bits of ...".
       relative: the largest difference of an entry, divided by the largest entry.
       tolerance: the largest relative difference that counts as rounding.
+      is_of_bits: whether a strategy with `exact(tile_rows=...)` has other bits on its mesh.
     """
 
     name: str
     relative: float
     tolerance: float
+    is_of_bits: bool = False
 
     @property
     def differs(self) -> bool:

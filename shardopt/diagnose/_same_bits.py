@@ -13,9 +13,6 @@ from shardopt.step._build import build
 from shardopt.step._global_rows import GlobalRows
 from shardopt.step._optimizer import ShardedOptimizer
 
-BITS = "bits of"
-"""The first words of each name of these differences."""
-
 
 def compare_bits(opt: ShardedOptimizer, params: PyTree, batches: Iterable[PyTree]) -> Difference:
     """Train on the mesh and on one device, and return the first leaf whose bits differ, if any.
@@ -37,12 +34,12 @@ def compare_bits(opt: ShardedOptimizer, params: PyTree, batches: Iterable[PyTree
             leaves.append(leaves_with_paths(values))
         for (path, actual), (_, expected) in zip(*leaves, strict=True):
             if as_numbers(actual).tobytes() != as_numbers(expected).tobytes():
-                name = f"{BITS} {path} after step {number}"
+                name = f"bits of {path} after step {number}"
                 difference = compare(name, actual, expected, tolerance=0.0)
                 # 0 and -0 are equal numbers of other bits
                 relative = max(difference.relative, np.finfo(float).tiny)
-                return difference._replace(relative=relative)
-    return Difference(f"{BITS} one device", 0.0, 0.0)
+                return difference._replace(relative=relative, is_of_bits=True)
+    return Difference("bits of one device", 0.0, 0.0)
 
 
 def _on_one_device(opt: ShardedOptimizer) -> ShardedOptimizer:
