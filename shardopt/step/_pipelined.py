@@ -160,7 +160,7 @@ class Pipelined:
         They are gathered if blocks are gathered once a step.
         """
         plans = [plan for plan in layout.plans if plan.stacked]
-        stored = [params[i] for i in _block_and_outer(layout)[0]]
+        stored = [x for x, plan in zip(params, layout.plans, strict=True) if plan.stacked]
         tensor_specs = [plan.tensor for plan in plans]
         if is_even(layout.counts):
             weights = messages.to_schedule(self.schedule, stored, tensor_specs)
@@ -181,7 +181,7 @@ class Pipelined:
         batch = inputs.batch
         micro_batches, assemble = cut(config, batch, config.loss.micro_batches)
         if config.gathers:
-            _, outer = _block_and_outer(layout)
+            outer = [i for i, plan in enumerate(layout.plans) if not plan.stacked]
             gathered = all_gather_leaves(
                 config, [params[i] for i in outer], [layout.plans[i] for i in outer]
             )
@@ -212,12 +212,6 @@ class Pipelined:
 def _as_stored(grads: Arrays, plans: list[LeafPlan]) -> Arrays:
     """Return gradients in the dtypes of their leaves."""
     return [grad.astype(plan.dtype) for grad, plan in zip(grads, plans, strict=True)]
-
-
-def _block_and_outer(layout: Layout) -> tuple[list[int], list[int]]:
-    """Return the indices of the leaves of blocks, and of the outer leaves."""
-    blocks = [i for i, plan in enumerate(layout.plans) if plan.stacked]
-    return blocks, [i for i, plan in enumerate(layout.plans) if not plan.stacked]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

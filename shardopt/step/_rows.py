@@ -23,7 +23,7 @@ from shardopt.core import (
     type_error,
     value_error,
 )
-from shardopt.losses._batch_dims import placed_specs, resized, row_dim
+from shardopt.losses._batch_dims import map_rows, placed_specs, resized, row_dim
 from shardopt.runtime._agreement import agree, groups, processes_of
 from shardopt.step._batches import as_arrays
 from shardopt.step._check_rows import (
@@ -333,12 +333,10 @@ class AgreedRows:
             )
             fix = "pass as many rows on each, or the global batch: so.GlobalRows(batch)."
             raise value_error(problem, fix=fix)
-        leaves = self._own_or_empty(batch)
         longest = max(rows.values())
 
-        def gather(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
-            dim = row_dim(self.config, path_text(path), np.ndim(leaf)) if is_on_host(leaf) else None
-            if dim is None:
+        def gather(leaf: Any, dim: int) -> Any:
+            if not is_on_host(leaf):
                 return leaf
             # An all-gather needs equal shapes, so shorter batches are padded and cut again.
             padding = [(0, 0)] * leaf.ndim
@@ -348,7 +346,7 @@ class AgreedRows:
                 [np.take(of_all[p], np.arange(rows[p]), axis=dim) for p in leaders], axis=dim
             )
 
-        return jax.tree_util.tree_map_with_path(gather, leaves)
+        return map_rows(self.config, gather, self._own_or_empty(batch))
 
     def _own_or_empty(self, batch: HostBatch | None) -> PyTree:
         """Return the batch of this process; if it has none, the batch of another with 0 rows."""
