@@ -102,11 +102,11 @@ class OwnedUpdate:
                 for owned_task in stage.tasks
             ]
             compute([var for task_inputs in inputs for var in task_inputs])
-            args = [
+            stage_args = [
                 [read(var, at_owners=stage.is_local) for var in task_inputs]
                 for task_inputs in inputs
             ]
-            outputs = run_stage(config, stage, retrace_update, args)
+            outputs = run_stage(config, stage, retrace_update, stage_args)
             for owned_task, task_outputs in zip(stage.tasks, outputs, strict=True):
                 values |= dict(zip(owned_task.task.outputs, task_outputs, strict=True))
         compute(trace.jaxpr.outvars)

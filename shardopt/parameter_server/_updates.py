@@ -216,12 +216,10 @@ def digest(params: PyTree) -> str:
     """Return a checksum of the names, shapes, dtypes and bits of parameters."""
     checksum = 0
     for path, leaf in leaves_with_paths(params):
-        if is_key(leaf):
-            leaf = jax.random.key_data(leaf)
-        value = np.ascontiguousarray(jax.device_get(leaf))
-        checksum = zlib.crc32(f"{path}:{value.dtype}{list(np.shape(leaf))}".encode(), checksum)
-        # numpy cannot view an array without dims as bytes.
-        checksum = zlib.crc32(
-            value.view(np.uint8).data if value.ndim else value.tobytes(), checksum
-        )
+        values = jax.random.key_data(leaf) if is_key(leaf) else leaf
+        # with at least one dim, since numpy cannot view an array without dims as bytes
+        array = np.ascontiguousarray(jax.device_get(values))
+        form = f"{path}:{array.dtype}{list(np.shape(values))}"
+        checksum = zlib.crc32(form.encode(), checksum)
+        checksum = zlib.crc32(array.view(np.uint8).data, checksum)
     return f"{checksum:08x}"

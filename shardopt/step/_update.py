@@ -49,11 +49,11 @@ def apply_update(
     grads = place(gradients.grads, shard_specs)
     # ZeRO 1 and 2 hold whole parameters: this cuts out the part of this device, and sends nothing.
     shards = place(layout.trainable(params), shard_specs)
-    # All leaves, of which `merge` replaces the trained ones and keeps the frozen ones.
-    frozen = layout.treedef.flatten_up_to(params)
+    # `merge` replaces the trained ones, and keeps the frozen ones.
+    param_leaves = layout.treedef.flatten_up_to(params)
 
     def loss_at(trained: PyTree) -> jax.Array:
-        return value_fn(layout.merge(frozen, jax.tree.leaves(trained)))
+        return value_fn(layout.merge(param_leaves, jax.tree.leaves(trained)))
 
     def grad_at(trained: PyTree, _: int = 0) -> PyTree:  # sam passes the number of its step
         return place(jax.grad(loss_at)(trained), shard_specs)
@@ -69,7 +69,7 @@ def apply_update(
     opt_state = new_opt_state
     change = Change(grads, updates, shards)
     shards = place(optax.apply_updates(shards, updates), shard_specs)
-    new_params = layout.merge(frozen, jax.tree.leaves(shards))
+    new_params = layout.merge(param_leaves, jax.tree.leaves(shards))
     # Batch statistics do not pass through optax, which skips its own update. So their skip is here.
     with_updated = _replace_updated(config, layout, new_params, gradients.updates)
     new_params = unless_skipped(old_opt_state, opt_state, new_params, with_updated)
