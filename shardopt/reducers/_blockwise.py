@@ -1,7 +1,6 @@
 """Reducers that encode a gradient in blocks, each block with its own scale: `int8` and `sign`."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from shardopt.collectives._buckets import Bucket
-from shardopt.core import PyTree, calling, check_count, value_error, wide_dtype
+from shardopt.core import PyTree, calling, check_count, value_error
 from shardopt.core._axis import AxisName
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
 from shardopt.reducers._codec import Codec
@@ -20,7 +19,7 @@ from shardopt.reducers._mean import (
     split_bucket,
     two_phase_bytes,
 )
-from shardopt.reducers._reducer import make_reducer, real_dtype, real_shape
+from shardopt.reducers._reducer import make_reducer, real_form
 
 
 @calling("sign")
@@ -193,11 +192,10 @@ class _Blockwise:
         return *means_of(values, dtypes_of_values, lambda dtype: self.codec, axis_name), state
 
     def count_bytes(self, params: PyTree, axis_size: int) -> int:
-        leaves = jax.tree.leaves(params)
-        sizes = [math.prod(real_shape(leaf)) for leaf in leaves]
-        buckets = buckets_of(sizes, [real_dtype(wide_dtype(leaf.dtype)) for leaf in leaves])
+        forms = list(map(real_form, jax.tree.leaves(params)))
         return sum(
-            two_phase_bytes(bucket.size, self.codec, axis_size, bucket.key) for bucket in buckets
+            two_phase_bytes(bucket.size, self.codec, axis_size, bucket.key)
+            for bucket in _buckets(forms)
         )
 
     def write(self, values: Values, dtypes: Dtypes, state: PyTree) -> tuple[PyTree, PyTree]:

@@ -11,7 +11,7 @@ from shardopt.reducers._reducer import (
     keep_if_finite,
     narrow,
     real_dtype,
-    real_shape,
+    real_form,
     widen,
 )
 
@@ -82,10 +82,8 @@ class Compressor(NamedTuple):
     def decode(self, message: PyTree, like: PyTree) -> PyTree:
         """Return the gradients of a message; `like` is a tree of their shapes and dtypes."""
         leaves, treedef = jax.tree.flatten(like)
-        shapes = [
-            jax.ShapeDtypeStruct(real_shape(x), real_dtype(wide_dtype(x.dtype))) for x in leaves
-        ]
-        values = self.codec.read(message, shapes, [real_dtype(leaf.dtype) for leaf in leaves])
+        forms = list(map(real_form, leaves))
+        values = self.codec.read(message, forms, [real_dtype(leaf.dtype) for leaf in leaves])
         return treedef.unflatten(narrow(values, [leaf.dtype for leaf in leaves]))
 
     def message(self, abstract_params: PyTree) -> PyTree:

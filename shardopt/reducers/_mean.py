@@ -17,7 +17,6 @@ equals the sum of the values exactly.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from shardopt.collectives._buckets import Bucket, plan_buckets
-from shardopt.core import Arrays, PyTree, calling, check_count, type_error, value_error, wide_dtype
+from shardopt.core import Arrays, PyTree, calling, check_count, type_error, value_error
 from shardopt.core._axis import AxisName
 from shardopt.core._axis import axis_size as size_of
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
@@ -40,7 +39,7 @@ from shardopt.reducers._axis import (
 )
 from shardopt.reducers._codec import Codec
 from shardopt.reducers._grid import grid_of, num_partitions
-from shardopt.reducers._reducer import make_reducer, real_dtype, real_shape
+from shardopt.reducers._reducer import make_reducer, real_dtype, real_form
 
 BUCKET_ELEMENTS = 2**23
 """The size at which a bucket is full: 32 MiB in fp32. A larger leaf has its own bucket, and is not
@@ -146,9 +145,13 @@ class _Exact:
 
     def count_bytes(self, params: PyTree, axis_size: int) -> int:
         leaves = jax.tree.leaves(params)
-        sizes = [math.prod(real_shape(leaf)) for leaf in leaves]
-        wide = [real_dtype(wide_dtype(leaf.dtype)) for leaf in leaves]
-        return mean_bytes(sizes, wide, [self.wire_dtype(leaf.dtype) for leaf in leaves], axis_size)
+        forms = list(map(real_form, leaves))
+        return mean_bytes(
+            [form.size for form in forms],
+            [form.dtype for form in forms],
+            [self.wire_dtype(leaf.dtype) for leaf in leaves],
+            axis_size,
+        )
 
     def write(self, values: Values, dtypes: Dtypes, state: PyTree) -> tuple[PyTree, PyTree]:
         return [

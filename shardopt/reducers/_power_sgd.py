@@ -18,12 +18,11 @@ from shardopt.core import (
     leaves_with_paths,
     type_error,
     value_error,
-    wide_dtype,
 )
 from shardopt.core._axis import AxisName
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
 from shardopt.reducers._mean import mean_bytes, mean_of
-from shardopt.reducers._reducer import make_reducer, real_dtype, real_shape
+from shardopt.reducers._reducer import make_reducer, real_dtype, real_form
 
 STACKED = r"^blocks/(?!\d+(/|$))"
 """Matches the stacked leaves of a `BlockModel`, whose dim 0 counts blocks; not the leaves of a list
@@ -159,11 +158,7 @@ class _PowerSGD:
         leaves, treedef = jax.tree.flatten(params)
         keys = jax.random.split(jax.random.key(self.seed), max(1, len(leaves)))
         factors = [
-            (
-                None
-                if matrices is None
-                else _random_factor(key, matrices, real_dtype(wide_dtype(leaf.dtype)))
-            )
+            (None if matrices is None else _random_factor(key, matrices, real_form(leaf).dtype))
             for key, matrices, leaf in zip(keys, self.matrices(params), leaves, strict=False)
         ]
         return _state_of(treedef, factors)
@@ -181,14 +176,15 @@ class _PowerSGD:
         q_sizes = []
         value_dtypes = []
         for leaf, matrices in zip(jax.tree.leaves(params), self.matrices(params), strict=True):
-            value_dtypes.append(real_dtype(wide_dtype(leaf.dtype)))
+            form = real_form(leaf)
+            value_dtypes.append(form.dtype)
             if matrices is None:
-                p_sizes.append(math.prod(real_shape(leaf)))
+                p_sizes.append(form.size)
                 p_dtypes.append(real_dtype(leaf.dtype))
                 q_sizes.append(0)
             else:
                 p_sizes.append(matrices.layers * matrices.rows * matrices.rank)
-                p_dtypes.append(value_dtypes[-1])
+                p_dtypes.append(form.dtype)
                 q_sizes.append(matrices.layers * matrices.columns * matrices.rank)
         return mean_bytes(p_sizes, value_dtypes, p_dtypes, axis_size) + mean_bytes(
             q_sizes, value_dtypes, value_dtypes, axis_size

@@ -174,9 +174,10 @@ def real_dtype(dtype: np.dtype) -> np.dtype:
     return jnp.finfo(dtype).dtype
 
 
-def real_shape(leaf: jax.Array | jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    """Return the shape of a leaf as a real array: a complex leaf [...] has [..., 2]."""
-    return (*leaf.shape, 2) if _is_complex(leaf.dtype) else tuple(leaf.shape)
+def real_form(leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype of a leaf after `widen`."""
+    shape = (*leaf.shape, 2) if _is_complex(leaf.dtype) else leaf.shape
+    return jax.ShapeDtypeStruct(shape, real_dtype(wide_dtype(leaf.dtype)))
 
 
 def _is_complex(dtype: np.dtype) -> bool:

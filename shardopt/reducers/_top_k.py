@@ -13,7 +13,7 @@ from shardopt.core._axis import AxisName
 from shardopt.core._axis import axis_size as size_of
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
 from shardopt.reducers._axis import all_gather_packed
-from shardopt.reducers._reducer import make_reducer, real_dtype, real_shape
+from shardopt.reducers._reducer import make_reducer, real_dtype, real_form
 
 
 @calling("top_k")
@@ -104,7 +104,7 @@ class _TopK:
         message_bytes = 0
         for leaf in jax.tree.leaves(params):
             pair_bytes = 4 + real_dtype(leaf.dtype).itemsize
-            message_bytes += num_sent(math.prod(real_shape(leaf)), self.density) * pair_bytes
+            message_bytes += num_sent(real_form(leaf).size, self.density) * pair_bytes
         return (axis_size - 1) * message_bytes
 
     def _indices(self, values: Values) -> Arrays:
