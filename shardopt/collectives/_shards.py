@@ -143,7 +143,9 @@ def reduce_scatter(
     sent = [wire.scattered(x) for x, wire in zip(leaves, wires, strict=True)]
     as_bits = [wire.sends_bits(x) for x, wire in zip(sent, wires, strict=True)]
     # two rounds: in each, the leaves of the other round have no dim, and stay as they are
-    for scatter, bits in ((psum_scatter, False), (_reduce_scatter_bits, True)):
+    # Half-precision floats are summed in fp32, but sent as they are; XLA:CPU would send fp32.
+    scatter_bits = functools.partial(_sum_by_exchange, dtype=jnp.float32)
+    for scatter, bits in ((psum_scatter, False), (scatter_bits, True)):
         chosen = [
             wire if leaf_bits is bits else wire._replace(dim=None)
             for wire, leaf_bits in zip(wires, as_bits, strict=True)
@@ -195,11 +197,6 @@ def psum_scatter(x: jax.Array, axis: MeshAxes, dim: int) -> jax.Array:
         return jax.lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
 
     return joined_to_tiles(move, x, dim) if is_tpu() else move(x, dim)
-
-
-def _reduce_scatter_bits(x: jax.Array, axis: MeshAxes, dim: int) -> jax.Array:
-    """Sum half-precision floats in fp32, but send them as they are; XLA:CPU would send fp32."""
-    return _sum_by_exchange(x, axis, dim, jnp.float32)
 
 
 def _sum_by_exchange(x: jax.Array, axis: MeshAxes, dim: int, dtype: DTypeLike) -> jax.Array:

@@ -74,7 +74,9 @@ class PerDeviceView:
 
         # One device, as in MPI code: its shards of the parameters, its rows, and its own gradient.
         def local(params, batch, step, rng, reducer_state):
-            inputs = StepInputs([_unstack(config, x) for x in params], batch, step, rng)
+            if config.per_replica:
+                params = [x.reshape(x.shape[1:]) for x in params]
+            inputs = StepInputs(params, batch, step, rng)
             grads, parts = self.device_loss.gradients(config, layout, inputs)
             sums = None
             if config.sums:
@@ -87,9 +89,11 @@ class PerDeviceView:
             grads, reducer_state = reduce(
                 config, layout, grads, parts.loss, reducer_state, stored_order
             )
-            # A replica's results get a first dim of size 1. Its out_spec joins them to one entry a
-            # replica.
-            return *jax.tree.map(lambda x: _stack(config, x), (grads, parts)), reducer_state, sums
+            if config.per_replica:
+                # A replica's results get a first dim of size 1. Its out_spec joins them to one
+                # entry a replica.
+                grads, parts = jax.tree.map(lambda x: x[None], (grads, parts))
+            return grads, parts, reducer_state, sums
 
         def gradients(params, batch, step, rng, reducer_state=None):
             specs = *in_specs(config, layout, batch), reduce.state_specs
@@ -217,14 +221,6 @@ def _sum_over_devices(config: StrategyConfig, layout: Layout, grads: Arrays) -> 
     # gradient.
     axes = [config.axes.gradient(plan, done=done(plan)) for plan in layout.trained]
     return all_reduce_grads(grads, layout.trained, axes)
-
-
-def _unstack(config: StrategyConfig, x: jax.Array) -> jax.Array:
-    return x.reshape(x.shape[1:]) if config.per_replica else x
-
-
-def _stack(config: StrategyConfig, x: jax.Array) -> jax.Array:
-    return x[None] if config.per_replica else x
 
 
 def in_specs(config: StrategyConfig, layout: Layout, batch: PyTree) -> tuple[PyTree, ...]:
