@@ -299,7 +299,9 @@ def assemble(
       abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings.
     """
     abstract_leaves = leaves_by_path(abstract_state)
-    sizes = {path: _itemsize(leaf) for path, leaf in abstract_leaves.items()}
+    sizes = {
+        path: np.dtype(to_storable(leaf).dtype).itemsize for path, leaf in abstract_leaves.items()
+    }
     shards = {
         path: {
             bounds: memoryview(bytearray(_num_elements(bounds) * sizes[path]))
@@ -342,10 +344,6 @@ def _misfit(piece: MemorySnapshot, abstract_leaves: dict[LeafPath, jax.ShapeDtyp
         if leaf_record != wanted:
             return f"{show(path)} is {leaf_record}, not {wanted}"
     return ""
-
-
-def _itemsize(leaf: jax.ShapeDtypeStruct) -> int:
-    return np.dtype(to_storable(leaf).dtype).itemsize
 
 
 def _local_bounds(leaf: jax.ShapeDtypeStruct) -> list[Bounds]:

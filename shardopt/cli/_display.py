@@ -97,8 +97,7 @@ def schedule_lines(options: RunOptions, schedule: Schedule | None) -> list[tuple
         return []
     if schedule is None:
         return [("schedule", "none, as pipeline=1: micro-batches run one after another")]
-    text = repr(schedule).removeprefix("Schedule(").removesuffix(")")
-    return [("schedule", f"{text}, {schedule.program_bubble_fraction:.1%} bubble")]
+    return [("schedule", f"{schedule.sizes}, {schedule.program_bubble_fraction:.1%} bubble")]
 
 
 def show_placement(screen: Console, options: RunOptions, opt: so.ShardedOptimizer) -> None:

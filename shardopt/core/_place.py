@@ -49,14 +49,18 @@ class ProcessPlace(NamedTuple):
 
 def stated_place() -> ProcessPlace | None:
     """Return the place of this process, or None if no launcher states one. It starts no backend."""
-    place = _jax_place() or _ray_train_place()
+    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    place = _of_variables("jax", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", address)
+    place = place or _ray_train_place()
     if place is not None:
         return place
     place = _torchrun_place()
     if is_ray_worker() or (place is not None and "TORCHELASTIC_RUN_ID" in os.environ):
         # Ray's processes inherit the environment that `ray start` had, of another job.
         return place
-    candidates = (place, _mpi_place(), _slurm_place(), _sized_world())
+    # some launchers state the number of processes, and no rank
+    sized_world = _of_variables("torchrun", "WORLD_SIZE", "RANK")
+    candidates = (place, _mpi_place(), _slurm_place(), sized_world)
     places = [candidate for candidate in candidates if candidate is not None]
     # images and shells leave variables of one process, inside of a launcher of several
     return max(places, key=lambda candidate: candidate.size > 1, default=None)
@@ -151,11 +155,6 @@ def _of_variables(
     return ProcessPlace(launcher, f"{count_name}={count}", count, _number(rank_name), address)
 
 
-def _jax_place() -> ProcessPlace | None:
-    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
-    return _of_variables("jax", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", address)
-
-
 def _ray_train_place() -> ProcessPlace | None:
     """Return the place of a worker of Ray Train."""
     train = sys.modules.get("ray.train")
@@ -184,11 +183,6 @@ def _torchrun_place() -> ProcessPlace | None:
         address = joined_address(host, port)
     place = _of_variables("torchrun", "WORLD_SIZE", "RANK", address)
     return None if place is None or place.rank is None else place
-
-
-def _sized_world() -> ProcessPlace | None:
-    """Return the place of a process that gets the number of processes, and not its rank."""
-    return _of_variables("torchrun", "WORLD_SIZE", "RANK")
 
 
 def _mpi_place() -> ProcessPlace | None:

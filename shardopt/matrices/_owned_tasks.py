@@ -435,7 +435,7 @@ def _make_owned_task(
         key=f"{part} {inputs} {outputs}",
         cut=WHOLE if cut is None else cut.leaves,
         blocks=blocks // num_parts,
-        cost=float(sum(_flops(eqn) for eqn in part.eqns)),
+        cost=float(sum(cost_of(eqn, _flops_of_primitive) for eqn in part.eqns)),
         paths=tuple(plan.path for plan in plans),
     )
 
@@ -489,14 +489,10 @@ def _entries(spec: PartitionSpec) -> list[tuple[str, ...]]:
     return [tuple(spec_axes((entry,))) for entry in spec]
 
 
-def _flops(eqn: jex.JaxprEqn) -> float:
+def _flops_of_primitive(eqn: jex.JaxprEqn) -> float | None:
     """Return the approximate flops of an equation: exact for products, an estimate for
     decompositions.
     """
-    return cost_of(eqn, _flops_of_primitive)
-
-
-def _flops_of_primitive(eqn: jex.JaxprEqn) -> float | None:
     name = eqn.primitive.name
     if name == "dot_general":
         return product_flops(eqn)

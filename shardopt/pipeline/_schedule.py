@@ -287,9 +287,11 @@ class Schedule:
             ),
             f"at most {plural(max(self.peak_activations), 'activation')} per stage ({peaks})",
         ]
-        return "\n".join([self._sizes(), ", ".join(numbers), "", *_grid(self.ticks)])
+        return "\n".join([self.sizes, ", ".join(numbers), "", *_grid(self.ticks)])
 
-    def _sizes(self) -> str:
+    @property
+    def sizes(self) -> str:
+        """Its name, and the numbers of stages, micro-batches and chunks."""
         return repr(self).removeprefix("Schedule(").removesuffix(")")
 
 

@@ -332,7 +332,8 @@ class _Launcher:
         self.failures.ranks()  # discard the reports of the previous attempt
         try:
             for rank, own_place in self._places().items():
-                log = _log_path(self.job.log_dir, self.attempt, rank)
+                restart = f".restart-{self.attempt}" if self.attempt else ""
+                log = self.job.log_dir / f"process-{rank}{restart}.log"
                 place = (
                     _place_environment(rank, total, address)
                     | self.failures.environment
@@ -447,10 +448,6 @@ def _check_job(job: LaunchedJob) -> None:
     check_number("--grace", job.grace)
     if job.hang_timeout is not None:
         check_number("--hang-timeout", job.hang_timeout, positive=True)
-
-
-def _log_path(folder: Path, attempt: int, rank: int) -> Path:
-    return folder / (f"process-{rank}.restart-{attempt}.log" if attempt else f"process-{rank}.log")
 
 
 @contextlib.contextmanager

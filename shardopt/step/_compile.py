@@ -103,11 +103,11 @@ class AotCompiled:
 
 
 def _signature(leaves: Sequence[Any], treedef: TreeDef) -> Hashable:
-    return treedef, tuple(map(_leaf_signature, leaves))
-
-
-def _leaf_signature(leaf: Any) -> Hashable:
-    return np.shape(leaf), getattr(leaf, "dtype", type(leaf)), getattr(leaf, "sharding", None)
+    facts = (
+        (np.shape(leaf), getattr(leaf, "dtype", type(leaf)), getattr(leaf, "sharding", None))
+        for leaf in leaves
+    )
+    return treedef, tuple(facts)
 
 
 def make_program(

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
-from shardopt.config._options import ARGUMENTS, OPTIONS, Option, records
+from shardopt.config._options import ARGUMENTS, OPTIONS, records
 from shardopt.core import calling, format_error, quoted
 from shardopt.core._tracebacks import api_boundary
 
@@ -47,7 +47,12 @@ def with_options(strategy: Strategy) -> Strategy:
     (group,) = get_args(get_type_hints(strategy)[variable.name])
     types = get_type_hints(group)
     options = records(group)
-    keywords = [_parameter(option, types[option], record) for option, record in options.items()]
+    keywords = [
+        inspect.Parameter(
+            option, inspect.Parameter.KEYWORD_ONLY, default=record.default, annotation=types[option]
+        )
+        for option, record in options.items()
+    ]
     signature = inspect.signature(strategy).replace(parameters=[*named, *keywords])
     defaults = {option: record.default for option, record in options.items()}
 
@@ -64,12 +69,6 @@ def with_options(strategy: Strategy) -> Strategy:
     cast(Any, with_defaults).__signature__ = signature
     with_defaults.__doc__ = _docstring(strategy.__doc__ or "", list(signature.parameters))
     return cast(Strategy, with_defaults)
-
-
-def _parameter(name: str, kind: Any, record: Option) -> inspect.Parameter:
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=record.default, annotation=kind
-    )
 
 
 def _unknown_keywords(strategy: str, unknown: list[str], names: list[str]) -> str:

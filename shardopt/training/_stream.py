@@ -46,10 +46,6 @@ class RowCounts(NamedTuple):
         first = self.first if self.total else num_rows
         return RowCounts(self.total + (num_rows or 0), first, num_rows)
 
-    def without_last(self) -> "RowCounts":
-        """Return the counts without the last batch."""
-        return self._replace(total=self.total - (self.last or 0))
-
     def followed_by(self, later: "RowCounts") -> "RowCounts":
         """Return the counts of these batches and later ones."""
         if self.total == 0:
@@ -140,7 +136,8 @@ class BatchStream:
     def leave_last(self) -> None:
         """Do not count the last batch: no step uses it."""
         self.drawn -= 1
-        self._counts = self._counts.without_last()
+        counts = self._counts
+        self._counts = counts._replace(total=counts.total - (counts.last or 0))
         self._last_batch = None
 
     def hold_position(self) -> None:

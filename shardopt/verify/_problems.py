@@ -102,12 +102,9 @@ def _network(params: PyTree, batch: PyTree) -> jax.Array:
     return jnp.tanh(batch["x"] @ params["in"] + params["bias"][None, :]) @ params["out"]
 
 
-def _weighted_mean(errors: jax.Array, batch: PyTree) -> Weighted:
-    return Weighted((errors * batch["weights"]).sum(), batch["weights"].sum())
-
-
 def _weighted_loss(params: PyTree, batch: PyTree) -> Weighted:
-    return _weighted_mean(((_network(params, batch) - batch["y"]) ** 2).mean(-1), batch)
+    errors = ((_network(params, batch) - batch["y"]) ** 2).mean(-1)
+    return Weighted((errors * batch["weights"]).sum(), batch["weights"].sum())
 
 
 def _mixing_loss(params: PyTree, batch: PyTree) -> jax.Array:

@@ -12,7 +12,6 @@ from shardopt.hlo.proof._value import (
     REDUCTIONS,
     SCATTERED,
     DerivedValue,
-    Dim,
     Factor,
     Hidden,
     Positions,
@@ -239,7 +238,9 @@ def gathered(value: DerivedValue, dim: int, groups: Groups) -> DerivedValue:
             factors[0] = Factor(factor.local * n, factor.size, first)
         elif size == 1:  # pieces become rows of a dim of their own
             factors = [Factor(n, factor.size // factor.local, scaled(first, 1, factor.local))]
-            dims = replaced(dims, moved, _without_piece(dims[moved], factor, devices))
+            # the array that the piece was cut from is this new dim, so the piece becomes whole
+            made_whole = (whole(f.local, devices)[0] if f == factor else f for f in dims[moved])
+            dims = replaced(dims, moved, tuple(made_whole))
         else:
             raise Unproved(
                 "it joins pieces of one dim along another: whether they are put in order later is"
@@ -248,13 +249,6 @@ def gathered(value: DerivedValue, dim: int, groups: Groups) -> DerivedValue:
     return value.changed(
         shape=shape, dims=replaced(dims, dim, normal(tuple(factors))), hidden=hidden
     )
-
-
-def _without_piece(dim: Dim, factor: Factor, devices: int) -> Dim:
-    """Return the dim with a piece made whole, because the array that it was cut from is a dim of
-    its own.
-    """
-    return tuple(whole(f.local, devices)[0] if f == factor else f for f in dim)
 
 
 def _first(at: Positions, groups: Groups) -> Positions:

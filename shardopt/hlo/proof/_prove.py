@@ -140,7 +140,12 @@ def prove(
     derived_faults, sums_of_constants = _derive(module, inputs, outputs)
     # These lines are of the module as XLA wrote it: a report names no line of an opened fusion.
     instructions = [line for lines in written.computations.values() for line in lines]
-    faults = {*derived_faults, *_faults_of_memory(written, instructions)}
+    # where a donated argument is overwritten before it is read
+    faults = {
+        Fault(True, _place(line, instructions), reason)
+        for line, reason in faults_of_aliases(written)
+    }
+    faults |= derived_faults
     comparison = Comparison(None, "the program that XLA was given is unknown.")
     is_settled = False
     if source.lowered is not None:
@@ -191,12 +196,6 @@ def _uncovered(
         UncoveredInstruction(instructions[place].name, instructions[place].opcode, reason)
         for place, reason in reasons.items()
     )
-
-
-def _faults_of_memory(module: Module, instructions: Sequence[Instruction]) -> Set[Fault]:
-    """Return where a donated argument is overwritten before it is read."""
-    faults = faults_of_aliases(module)
-    return {Fault(True, _place(line, instructions), reason) for line, reason in faults}
 
 
 def _place(instruction: Instruction, instructions: Sequence[Instruction]) -> int:
