@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from shardopt.hlo._collective import Groups, permute_pairs, replica_groups
-from shardopt.hlo._hlo_text import Instruction, Module, entry_parameters, root_of
+from shardopt.hlo._hlo_text import Instruction, Module, end_of, entry_parameters, root_of
 from shardopt.hlo._walk import branches_of
 from shardopt.hlo.proof import _interpret_collectives as collectives
 from shardopt.hlo.proof._interpret_numpy import (
@@ -137,8 +137,7 @@ class Interpreter:
         inputs = [value.astype(wide_float(value.dtype)) for value in inputs]
         self.computed = 0
         with np.errstate(all="ignore"):
-            result = self.call(self.module.entry, devices, list(inputs))
-        return list(result) if isinstance(result, tuple) else [result]
+            return jax.tree.leaves(self.call(self.module.entry, devices, inputs))
 
     def call(
         self, name: str, devices: np.ndarray, arguments: Sequence[InterpretedValue]
@@ -152,8 +151,6 @@ class Interpreter:
             operands = arguments if places is None else [values[place] for place in places]
             try:
                 value = step(devices, operands)
-            except CannotInterpretError:
-                raise
             except (ValueError, IndexError, TypeError, KeyError) as error:
                 raise CannotInterpretError(instruction, str(error)) from error
             values.append(value)
@@ -180,8 +177,6 @@ class Interpreter:
             try:
                 places = tuple(place_of[operand] for operand in line.operands)
                 steps.append((self._step_of(line), places, instruction))
-            except CannotInterpretError:
-                raise
             except (ValueError, KeyError, IndexError) as error:
                 raise CannotInterpretError(instruction, str(error)) from error
         return steps, place_of[root_of(self.module, name).name]
@@ -210,11 +205,7 @@ class Interpreter:
         return lambda devices, values: numbers(len(devices))
 
     def _constant(self, line: Line) -> Step:
-        text = (
-            line.arguments.partition("), ")[0].rpartition(")")[0]
-            or line.arguments.partition(")")[0]
-        )
-        literal = read_literal(text, line.result)
+        literal = read_literal(line.arguments[: end_of(line.arguments)], line.result)
         literal = literal.astype(widened(line).result.dtype)
         if literal.dtype.kind == "f":
             literal = exact_reciprocals(literal)
@@ -266,19 +257,16 @@ class Interpreter:
                     (values[0] < 0) | (values[0] >= len(branches)), len(branches) - 1, values[0]
                 )
             )
-            result = None
             # Devices that take one branch run it together; a collective in it sees them alone, and
             # is refused if others of its group are missing.
-            for branch in np.unique(chosen).tolist():
-                rows = np.flatnonzero(chosen == branch)
-                operand = _take(values[1 + branch], rows)
-                outcome = self.call(branches[branch], devices[rows], [operand])
-                result = (
-                    _spread_rows(outcome, rows, len(chosen))
-                    if result is None
-                    else _put(result, rows, outcome)
-                )
-            return result
+            rows = [np.flatnonzero(chosen == branch) for branch in range(len(branches))]
+            outcomes = [
+                self.call(branch, devices[taken], [_take(operand, taken)])
+                for branch, operand, taken in zip(branches, values[1:], rows, strict=True)
+                if taken.size
+            ]
+            order = np.argsort(np.concatenate(rows))
+            return jax.tree.map(lambda *parts: np.concatenate(parts)[order], *outcomes)
 
         return step
 
@@ -304,12 +292,7 @@ class Interpreter:
         """
         flat = [np.ascontiguousarray(value).reshape(-1) for value in values]
         result = self.call(name, np.arange(len(flat[0])), flat)
-        shape = values[0].shape
-        return (
-            tuple(part.reshape(shape) for part in result)
-            if isinstance(result, tuple)
-            else result.reshape(shape)
-        )
+        return jax.tree.map(lambda part: part.reshape(values[0].shape), result)
 
     def _map(self, line: Line) -> Step:
         name = line.callee
@@ -317,20 +300,12 @@ class Interpreter:
 
     def _reduce(self, line: Line) -> Step:
         name = line.callee
-        axes = tuple(dim + 1 for dim in line.integers("dimensions"))
+        axes = line.axes
         kind = self._combiner(line)
         count = len(line.operand_shapes) // 2
         if count == 1 and kind in UFUNCS:
             ufunc = UFUNCS[kind]
-
-            def direct(devices, values):
-                value, initial = values
-                reduced = reduce_rows(ufunc, value, axes)
-                return ufunc(
-                    reduced, initial.reshape(len(initial), *(1,) * (reduced.ndim - 1))
-                ).astype(value.dtype)
-
-            return direct
+            return _local(lambda value, initial: reduce_rows(ufunc, value, axes, initial))
 
         def fold(devices, values):
             remaining_axes = [axis for axis in range(values[0].ndim) if axis not in axes]
@@ -345,7 +320,7 @@ class Interpreter:
             ]
             for place in range(moved[0].shape[-1]):
                 result = self._scalars(name, [*total, *(value[..., place] for value in moved)])
-                total = list(result) if isinstance(result, tuple) else [result]
+                total = jax.tree.leaves(result)
             return line.results(total)
 
         return fold
@@ -359,7 +334,7 @@ class Interpreter:
     def _sort(self, line: Line) -> Step:
         """Sort by neighbours that change places, which is stable."""
         name = line.callee
-        axis = line.integers("dimensions")[0] + 1
+        (axis,) = line.axes
 
         def step(devices, values):
             columns = [np.moveaxis(value, axis, -1).copy() for value in values]
@@ -401,10 +376,10 @@ class Interpreter:
         """Return a collective whose results follow from the values of a group."""
         groups = self._groups(line)
         dim = (*line.integers("dimensions"), 0)[0]
-        ufunc = UFUNCS[self._named_combiner(line)] if line.opcode in _REDUCTIONS else None
+        ufunc: Any = UFUNCS[self._named_combiner(line)] if line.opcode in _REDUCTIONS else None
 
         def reduced(values):
-            return reduce_rows(ufunc, values, 0)
+            return ufunc.reduce(values, axis=0, dtype=values.dtype)
 
         function = {
             "all-reduce": lambda values: collectives.copies(values, reduced(values)),
@@ -468,17 +443,3 @@ def _put(value: InterpretedValue, rows: np.ndarray, update: InterpretedValue) ->
         return part
 
     return jax.tree.map(put, value, update)
-
-
-def _spread_rows(value: InterpretedValue, rows: np.ndarray, count: int) -> InterpretedValue:
-    """Return a value of `count` devices with the given rows.
-
-    The others are zero until they are put.
-    """
-
-    def spread(part):
-        result = np.zeros((count, *part.shape[1:]), part.dtype)
-        result[rows] = part
-        return result
-
-    return value if len(rows) == count else jax.tree.map(spread, value)

@@ -3,6 +3,7 @@
 A value is an array [devices, ...]: dim d of HLO is axis d + 1.
 """
 
+import functools
 import itertools
 import math
 import re
@@ -156,23 +157,21 @@ UFUNCS: dict[str, Any] = {
 }
 
 
-def reduce_rows(ufunc: Any, value: np.ndarray, axis: int | tuple[int, ...]) -> np.ndarray:
-    """Reduce axes in the type of the numbers."""
-    return ufunc.reduce(value, axis=axis, dtype=value.dtype)
+def reduce_rows(
+    ufunc: Any, value: np.ndarray, axes: tuple[int, ...], initial: np.ndarray
+) -> np.ndarray:
+    """Reduce axes, and the first number of each device, in the type of the numbers."""
+    reduced = ufunc.reduce(value, axis=axes, dtype=value.dtype)
+    return ufunc(reduced, _spread(initial, reduced)).astype(value.dtype)
 
 
 def elementwise(line: Line) -> Operation | None:
     """Return an operation on single numbers; None for other opcodes."""
     opcode = line.opcode
-    dtype = None if line.shape.startswith("(") else line.result.dtype
-    if opcode in UNARY or opcode in BINARY:
-        function = UNARY.get(opcode) or BINARY[opcode]
-
-        def apply(*values):
-            result = function(*values)
-            return result if result.dtype == dtype else result.astype(dtype)
-
-        return apply
+    function = UNARY.get(opcode) or BINARY.get(opcode)
+    if function:
+        dtype = line.result.dtype
+        return lambda *values: function(*values).astype(dtype, copy=False)
     if opcode == "compare":
         return _compare(line)
     if opcode == "select":
@@ -270,7 +269,7 @@ def _broadcast(line: Line) -> Operation:
 
 
 def _transpose(line: Line) -> Operation:
-    axes = (0, *(dim + 1 for dim in line.integers("dimensions")))
+    axes = (0, *line.axes)
     return lambda value: value.transpose(axes)
 
 
@@ -322,7 +321,7 @@ def iota(line: Line) -> Operation:
 
 
 def _concatenate(line: Line) -> Operation:
-    axis = line.integers("dimensions")[0] + 1
+    (axis,) = line.axes
     return lambda *values: np.concatenate(values, axis)
 
 
@@ -598,8 +597,7 @@ def reduce_window(line: Line, combine: str) -> Operation:
         wide = _padded(value, initial, edges)
         views = np.lib.stride_tricks.sliding_window_view(wide, sizes, tuple(range(1, value.ndim)))
         views = views[(slice(None), *strides)]
-        reduced = reduce_rows(ufunc, views, tuple(range(value.ndim, 2 * value.ndim - 1)))
-        return ufunc(reduced, _spread(initial, reduced)).astype(value.dtype)
+        return reduce_rows(ufunc, views, tuple(range(value.ndim, 2 * value.ndim - 1)), initial)
 
     return apply
 
@@ -618,31 +616,17 @@ def top_k(line: Line) -> Operation:
     return apply
 
 
-def geqrf(line: Line) -> Operation:
-    """Return LAPACK's QR factorisation, matrix by matrix."""
+def _lapack(name: str, count: int, line: Line) -> Operation:
+    """Return a function of LAPACK, matrix by matrix, with its first `count` results."""
     from scipy.linalg import lapack
 
-    def apply(value):
-        matrices = value.reshape(-1, *value.shape[-2:])
-        (geqrf_of,) = lapack.get_lapack_funcs(("geqrf",), (value,))
-        results = [geqrf_of(matrix)[:2] for matrix in matrices]
-        factors, taus = (np.stack(parts) for parts in zip(*results, strict=True))
-        return factors.reshape(value.shape), taus.reshape(*value.shape[:-2], -1)
-
-    return apply
-
-
-def orgqr(line: Line) -> Operation:
-    """Return LAPACK's product of Householder reflections, matrix by matrix."""
-    from scipy.linalg import lapack
-
-    def apply(value, taus):
-        matrices = value.reshape(-1, *value.shape[-2:])
-        rows = taus.reshape(-1, taus.shape[-1])
-        (function,) = lapack.get_lapack_funcs(("orgqr",), (value,))
-        return np.stack([function(m, t)[0] for m, t in zip(matrices, rows, strict=True)]).reshape(
-            value.shape
-        )
+    def apply(*values):
+        batch = values[0].shape[:-2]
+        (function,) = lapack.get_lapack_funcs((name,), values)
+        rows = [value.reshape(-1, *value.shape[len(batch) :]) for value in values]
+        results = [function(*arrays)[:count] for arrays in zip(*rows, strict=True)]
+        columns = [np.stack(column) for column in zip(*results, strict=True)]
+        return line.results([column.reshape(*batch, *column.shape[1:]) for column in columns])
 
     return apply
 
@@ -683,8 +667,10 @@ CUSTOM_CALLS: dict[str, Callable[[Line], Operation]] = {
     **dict.fromkeys(TARGETS, gemm),
     **dict.fromkeys(("AssumeGatherIndicesInBound", "LayoutConstraint"), _same),
 }
-CUSTOM_CALLS |= {f"lapack_{letter}geqrf_ffi": geqrf for letter in "sd"}
-CUSTOM_CALLS |= {f"lapack_{letter}orgqr_ffi": orgqr for letter in "sd"}
+# a QR factorisation, and the product of its Householder reflections
+for _name, _count in (("geqrf", 2), ("orgqr", 1)):
+    _function = functools.partial(_lapack, _name, _count)
+    CUSTOM_CALLS |= {f"lapack_{letter}{_name}_ffi": _function for letter in "sd"}
 
 
 def _tuple(line: Line) -> Operation:
@@ -702,8 +688,7 @@ def _reshape(line: Line) -> Operation:
 
 
 def _reverse(line: Line) -> Operation:
-    axes = tuple(dim + 1 for dim in line.integers("dimensions"))
-    return lambda value: np.flip(value, axes)
+    return lambda value: np.flip(value, line.axes)
 
 
 _SHAPED: dict[str, Callable[[Line], Operation]] = {

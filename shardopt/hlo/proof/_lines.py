@@ -105,6 +105,11 @@ class Line(NamedTuple):
         """Return an attribute such as `dimensions={0,2}`."""
         return numbers(self.attributes.get(key, ""))
 
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The attribute `dimensions` as axes of an array [devices, ...]."""
+        return tuple(dim + 1 for dim in self.integers("dimensions"))
+
     def pairs(self, *keys: str) -> list[tuple[int, int]]:
         """Return the pairs of dims that two attributes list."""
         return list(zip(*map(self.integers, keys), strict=True))
