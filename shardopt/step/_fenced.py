@@ -1,14 +1,15 @@
 """Programs with the same bits wherever they run: XLA fuses nothing outside of them with their numbers,
-and finds equal operations merged.
+and finds equal operations merged. Where shapes depend on the mesh, each operation has one right result.
 """
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from shardopt.config._config import StrategyConfig
@@ -17,11 +18,35 @@ from shardopt.config._slots import OptimizerUpdate
 from shardopt.config._transformation import ExtraArgs
 from shardopt.core import Arrays, PyTree, is_key, with_leaves
 from shardopt.trace._jaxprs import jaxpr_params, nested_equations, shape_of
-from shardopt.trace._parts import inlined, part_of, slice_of, trace_of
-from shardopt.trace._primitives import ELEMENTWISE
+from shardopt.trace._parts import (
+    abstract_value,
+    inlined,
+    jaxpr_of_part,
+    part_of,
+    slice_of,
+    trace_of,
+)
+from shardopt.trace._primitives import ELEMENTWISE, IDENTITIES, words
 
-_MOVES = frozenset(["broadcast_in_dim", "cond", "jit", "reshape", "squeeze", "transpose"])
+_MOVES = words("broadcast_in_dim cond reshape squeeze transpose")
 """Primitives that compute no number."""
+
+_PRODUCTS = words("div integer_pow mul rsqrt sqrt square")
+"""Primitives that are products, or may be compiled to products."""
+
+_EXACT = (
+    _PRODUCTS
+    | IDENTITIES
+    | words(
+        "abs add add_any and bitcast_convert_type ceil clamp clz convert_element_type eq eq_to floor ge gt"
+        " is_finite le le_to lt lt_to max min ne neg nextafter not or population_count reduce_precision rem"
+        " round select_n shift_left shift_right_arithmetic shift_right_logical sign sub xor"
+    )
+)
+"""Primitives that have one right result for each element, alone or next to others.
+
+Others, such as `exp`, are polynomials. Their last digit depends on how a loop is vectorised.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +54,7 @@ class FencedUpdate:
     """An update as two programs of their own, which fuse with no sum: it fills the slot `update`.
 
     The first computes the values that combine elements, such as norms, from whole arrays. The second
-    computes each element by itself, so devices may hold shards of it.
+    computes each element by itself, with one right result, so devices may hold shards of it.
     """
 
     update: OptimizerUpdate
@@ -64,15 +89,86 @@ class FencedUpdate:
                 values |= dict(zip(eqn.outvars, numbers, strict=True))
         by_element, read = slice_of(trace, results, stop={*values})
         shards = [values[var] for var in read]
-        return with_leaves(shapes, fenced(part_of(trace, by_element, read, results), *shards))
+        elementwise = jaxpr_of_part(trace, by_element, read, results)
+        # XLA cannot know that this is 0
+        zero = jnp.where(_always(shards), 0, 1)
+
+        def run_shards(*shards):
+            return _with_rounded_products(elementwise, trace.consts, zero, *shards)
+
+        return with_leaves(shapes, fenced(run_shards, *shards))
 
     def describe(self, config: StrategyConfig, layout: Layout) -> None:
         """Return None: nothing is divided between owners."""
 
 
 def _combines(eqn: JaxprEqn) -> bool:
-    """Return whether a result of an equation depends on several elements of an operand."""
-    return not {inner.primitive.name for inner in nested_equations(eqn)} <= ELEMENTWISE | _MOVES
+    """Return whether a result of an equation, or of one inside of it, depends on several elements of
+    an operand, or on how the loop over elements is compiled.
+    """
+    return not all(map(_is_alike_in_all_shapes, nested_equations(eqn)))
+
+
+def _is_alike_in_all_shapes(eqn: JaxprEqn) -> bool:
+    name = eqn.primitive.name
+    values = list(map(abstract_value, (*eqn.invars, *eqn.outvars)))
+    if all(value.shape == () for value in values):
+        return name in ELEMENTWISE | _MOVES
+    # a complex product is a sum of products
+    is_complex = any(jnp.issubdtype(value.dtype, jnp.complexfloating) for value in values)
+    return name in _MOVES or (name in _EXACT and not is_complex)
+
+
+def _with_rounded_products(
+    jaxpr: Jaxpr, consts: Sequence[jax.Array], zero: jax.Array, *args: jax.Array
+) -> Arrays:
+    """Evaluate a jaxpr whose products are rounded before they are added.
+
+    Else `a * b + c` becomes one instruction, rounded once, in loops of some shapes. An exclusive or
+    with a zero that the compiler does not know changes no bit, and keeps the product apart.
+    """
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, Literal) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = list(map(read, eqn.invars))
+        if eqn.primitive is jax.lax.div_p:
+            # XLA turns quotients by one number into products, but not of a shard of one element. So
+            # each element gets a divisor of its own.
+            numerator, divisor = map(jnp.asarray, operands)
+            operands = [numerator, jnp.where(_zeros(numerator, zero) == 0, divisor, 1)]
+        if eqn.primitive is jax.lax.cond_p:
+            branches = [
+                functools.partial(_with_rounded_products, branch.jaxpr, branch.consts, zero)
+                for branch in eqn.params["branches"]
+            ]
+            results = jax.lax.switch(operands[0], branches, *operands[1:])
+        else:
+            results = eqn.primitive.bind(*operands, **eqn.params)
+            results = results if eqn.primitive.multiple_results else [results]
+        if eqn.primitive.name in _PRODUCTS:
+            results = [_kept_apart(x, zero) for x in results]
+        values |= dict(zip(eqn.outvars, results, strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def _kept_apart(x: jax.Array, zero: jax.Array) -> jax.Array:
+    """Return x, as a value of which the compiler does not know how it was computed."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return jax.lax.bitcast_convert_type(_bits(x) ^ _zeros(x, zero), x.dtype)
+
+
+def _zeros(x: jax.Array, zero: jax.Array) -> jax.Array:
+    """Return a 0 for each element of x."""
+    bits = _bits(x)
+    return bits & zero.astype(bits.dtype)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
 def fenced(f: Callable[..., PyTree], *args: PyTree) -> PyTree:
@@ -82,17 +178,23 @@ def fenced(f: Callable[..., PyTree], *args: PyTree) -> PyTree:
     keeps a branch of a condition that it does not know.
     """
     leaves = jax.tree.leaves(args)
-    numbers = [x for x in leaves if not is_key(x) and x.size]
-    number = jnp.real(min(numbers, key=jnp.size).reshape(-1)[0])
-    # True of every number; NaN makes the last part true.
-    always = (number < 0) | (number >= 0) | (number != number)
     program, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
     run = jaxpr_as_fun(_merged(program))
 
     def never(*leaves):
         return [jnp.zeros(x.shape, x.dtype) for x in jax.tree.leaves(shapes)]
 
-    return with_leaves(shapes, jax.lax.cond(always, run, never, *leaves))
+    return with_leaves(shapes, jax.lax.cond(_always(leaves), run, never, *leaves))
+
+
+def _always(leaves: Arrays) -> jax.Array:
+    """Return True, which XLA cannot know."""
+    numbers = [jax.random.key_data(x) if is_key(x) else x for x in leaves]
+    shortest = min((x for x in numbers if x.size), key=jnp.size)
+    # XLA knows that an unsigned integer is not below 0
+    number = jnp.real(shortest.reshape(-1)[0]).astype(jnp.float32)
+    # NaN makes the last part true
+    return (number < 0) | (number >= 0) | (number != number)
 
 
 def fenced_on_each(config: StrategyConfig, f: Callable[..., PyTree], arrays: Arrays) -> PyTree:

@@ -15,6 +15,7 @@ import pytest
 from support.tiers import tiered
 
 import shardopt as so
+from shardopt.core import is_key
 from shardopt.step import _same_bits as same_bits
 
 TILES = so.reducers.exact(tile_rows=2)
@@ -33,6 +34,8 @@ OPTIMIZERS = {
     "muon": optax.contrib.muon(0.01),
     "adafactor": optax.adafactor(0.01),
     "multi_steps": optax.MultiSteps(optax.adam(0.01), 2),
+    "novograd": optax.novograd(0.01),
+    "noisy_sgd": optax.noisy_sgd(0.1, key=0),
 }
 
 
@@ -91,8 +94,8 @@ def evaluated(params, batch):
 
 def digest(tree):
     digests = hashlib.sha256()
-    for leaf in jax.tree.leaves(jax.device_get(tree)):
-        digests.update(np.asarray(leaf).tobytes())
+    for leaf in jax.tree.leaves(tree):
+        digests.update(np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf).tobytes())
     return digests.hexdigest()
 
 
@@ -208,7 +211,7 @@ import jax, jax.numpy as jnp, numpy as np, optax, shardopt as so
 from shardopt.models import gpt
 
 draw = np.random.default_rng(0)
-config = gpt.config(dim=32, num_layers=2, num_heads=2)
+config = gpt.config(dim=32, num_layers=4, num_heads=2)
 gpt_params = jax.device_get(gpt.init(config, jax.random.key(0)))
 tokens = draw.integers(0, 256, size=(32, 17), dtype=np.int32)
 matrices = {"in": draw.normal(size=(8, 16)), "out": draw.normal(size=(16, 4))}
@@ -228,8 +231,8 @@ def result(strategy, sizes, tx, loss_fn, params, batch):
 
 clip = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 problem = clip, gpt.model(config), gpt_params, {"tokens": tokens}
-sizes = {"replica": 2, "data": 2}
-assert result(so.ddp, {"data": 1}, *problem) == result(so.fsdp, sizes, *problem)
+# on four devices a shard of the norms is [4, 8]: jax 0.12 rounds products and sums of it otherwise
+assert result(so.ddp, {"data": 1}, *problem) == result(so.fsdp, {"data": 4}, *problem)
 # small leaves stay whole beside shards, and the norm is of both
 problem = optax.adamw(1e-2), mlp, *jax.tree.map(np.float32, (matrices, batch))
 assert result(so.ddp, {"data": 1}, *problem) == result(so.fsdp, {"data": 8}, *problem)

@@ -10,5 +10,9 @@ QUICK_TO_COMPILE = [
     "--xla_backend_optimization_level=0",
     "--xla_cpu_parallel_codegen_split_count=1",  # a worker has one core
 ]
+OPTIMISED = {"xla_backend_optimization_level": 3}
+"""Options of `jax.jit` for a program whose code is that of users."""
+
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have no other emitters
     QUICK_TO_COMPILE.append("--xla_cpu_use_fusion_emitters=false")
+    OPTIMISED["xla_cpu_use_fusion_emitters"] = True
