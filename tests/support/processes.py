@@ -16,6 +16,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from shardopt.runtime._stored_programs import ORDER_FLAG
 from support.flags import QUICK_TO_COMPILE
 from support.paths import ROOT, TESTS
@@ -127,3 +129,9 @@ def run_processes(script, count, folder, *, strict=True, timeout=300) -> list[Sa
         f"process {i}: {code}\n{said[i].err[-3000:]}" for i, code in enumerate(codes)
     )
     return said
+
+
+def saved_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of an `.npz` that a process has written."""
+    with np.load(path) as archive:
+        return dict(archive)

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 from support.hosts import need_hosts, network
+from support.processes import saved_arrays
 
 from .conftest import launch, said, wait_for
 
@@ -27,7 +28,7 @@ def start(hosts, folder):
 
 
 def params(folder):
-    return dict(np.load(folder / "params.npz"))
+    return saved_arrays(folder / "params.npz")
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import optax
 import pytest
 from support import faults
 from support.paths import ROOT
+from support.processes import saved_arrays
 
 import shardopt as so
 from shardopt.core._errors import CORRUPTED
@@ -78,6 +79,6 @@ def test_the_launcher_goes_on_without_the_process_of_the_wrong_device(shardopt, 
     expected = fit(
         opt, opt.init(faults.first_params()), data, num_steps=8, progress=False
     ).state.params
-    final_params = np.load(tmp_path / "params.npz")
+    final_params = saved_arrays(tmp_path / "params.npz")
     for name, leaf in expected.items():
         np.testing.assert_allclose(final_params[name], leaf, rtol=1e-4, atol=1e-6)

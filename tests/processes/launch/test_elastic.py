@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.paths import ROOT
-from support.processes import free_port
+from support.processes import free_port, saved_arrays
 
 WORKER = Path(__file__).with_name("worker_that_is_elastic.py")
 STEPS = 60
@@ -96,7 +96,7 @@ class Job:
         return said
 
     def params(self):
-        return dict(np.load(self.folder / "params.npz"))
+        return saved_arrays(self.folder / "params.npz")
 
 
 @pytest.fixture(scope="module")
@@ -223,8 +223,7 @@ def test_a_scheduler_that_loses_a_host_starts_the_job_with_fewer(memory, one_dev
         for process in processes + vaults:
             process.kill()
             process.communicate()
-    with np.load(tmp_path / "params.npz") as archive:
-        params = dict(archive)
+    params = saved_arrays(tmp_path / "params.npz")
     np.testing.assert_array_equal(params["seen"], -np.ones(16 * STEPS))
     for name in ("up", "down"):
         np.testing.assert_allclose(params[name], one_device[name], rtol=0, atol=2e-5)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.paths import ROOT
-from support.processes import free_port
+from support.processes import free_port, saved_arrays
 
 WORKER = Path(__file__).with_name("worker_that_hangs.py")
 PROCESSES = 3
@@ -47,7 +47,7 @@ def run(folder, fault, victim, step):
         finally:
             job.kill()
     assert job.returncode == 0, said
-    return said, dict(np.load(folder / "params.npz"))
+    return said, saved_arrays(folder / "params.npz")
 
 
 @pytest.fixture(scope="module")

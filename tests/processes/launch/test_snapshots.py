@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.paths import ROOT
+from support.processes import saved_arrays
 
 WORKER = Path(__file__).with_name("worker_with_snapshots.py")
 STEPS = 100
@@ -96,7 +97,7 @@ def run(folder, *, at=None, victim=0, lost=()):
         finally:
             job.kill()
     assert job.returncode == 0, said
-    return said, dict(np.load(folder / "params.npz")), before
+    return said, saved_arrays(folder / "params.npz"), before
 
 
 def taken(folder):
