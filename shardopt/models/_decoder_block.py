@@ -85,11 +85,11 @@ def block_shapes(config: DecoderConfig, *, dense: bool) -> dict[str, Shapes]:
         )
     else:
         assert config.experts is not None
-        E = config.experts.number
         experts = config.experts
-        parts["router"] = {"kernel": (D, E)} | (
-            {"choice_bias": (E,)} if experts.choice_bias else {}
-        )
+        E = experts.number
+        parts["router"] = {"kernel": (D, E)}
+        if experts.choice_bias:
+            parts["router"]["choice_bias"] = (E,)
         if experts.shared_gate:
             parts["router"]["shared_gate"] = (D, 1)
         if experts.biases:
@@ -123,15 +123,14 @@ def _attention_shapes(config: DecoderConfig) -> Shapes:
         shapes = {"q": (D, H, K), "kv": (D, G, 2 * K)}
     else:
         shapes = {"q": (D, H, K), "k": (D, G, K), "v": (D, G, K)}
-    biases = (
-        {f"{name}_bias": shape[1:] for name, shape in shapes.items()} if config.qkv_bias else {}
-    )
-    shapes |= {"out": (H, K, D)} | biases
+    if config.qkv_bias:
+        shapes |= {f"{name}_bias": shape[1:] for name, shape in shapes.items()}
+    shapes["out"] = (H, K, D)
     if config.out_bias:
         shapes["out_bias"] = (D,)
     if config.qk_norm is not None:
-        per_head = config.qk_norm != "all"
-        shapes |= {"q_norm": (K,) if per_head else (H, K), "k_norm": (K,) if per_head else (G, K)}
+        of_all = config.qk_norm == "all"
+        shapes |= {"q_norm": (H, K) if of_all else (K,), "k_norm": (G, K) if of_all else (K,)}
     if config.sinks:
         shapes["sinks"] = (H,)
     return shapes
@@ -145,7 +144,9 @@ def _mlp_shapes(config: DecoderConfig, hidden: int, *, bias: bool, fused: bool =
     else:
         shapes = dict.fromkeys(("gate", "up")[not config.gated :], (D, width))
     shapes["down"] = (hidden, D)
-    return shapes | ({f"{name}_bias": shape[1:] for name, shape in shapes.items()} if bias else {})
+    if bias:
+        shapes |= {f"{name}_bias": shape[1:] for name, shape in shapes.items()}
+    return shapes
 
 
 def roundings(config: DecoderConfig) -> dict[str, Rounding]:
@@ -156,18 +157,16 @@ def roundings(config: DecoderConfig) -> dict[str, Rounding]:
     if config.precision is None:
         return {}
     rounding = Rounding(config.precision, dtype=config.dtype)
-    latent = config.latent is not None  # its products of queries, keys and values are not in 8 bits
-    names = () if latent else ("q", "k", "v", "kv", "qkv")
-    rounded = {f"attention/{name}": rounding for name in names} | {
-        "attention/out": rounding._replace(summed=2)
-    }
-    rounded |= {f"mlp/{name}": rounding for name in ("gate", "up", "down")}
     parts = block_shapes(config, dense=config.experts is None)
-    return {
-        path: rounded[path]
-        for path in rounded
-        if path.split("/")[1] in parts.get(path.split("/")[0], {})
+    latent = config.latent is not None  # its products of queries, keys and values are not in 8 bits
+    names = {
+        "attention": () if latent else ("q", "k", "v", "kv", "qkv"),
+        "mlp": ("gate", "up", "down"),
     }
+    rounded = {
+        f"{part}/{name}": rounding for part in names for name in names[part] if name in parts[part]
+    }
+    return rounded | {"attention/out": rounding._replace(summed=2)}
 
 
 def apply_block(config: DecoderConfig, weights: Params, stream: BlockStream) -> BlockStream:

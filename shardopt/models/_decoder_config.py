@@ -13,7 +13,7 @@ from shardopt.core import format_error, plural
 from shardopt.core._rounding import Precision
 from shardopt.low_precision._numbers import check_precision
 from shardopt.models._latent_attention import LatentConfig
-from shardopt.models._rope import Rope
+from shardopt.models._rope import Rope, not_positive
 from shardopt.nn._norm import Norm
 from shardopt.nn._residual import Residual
 from shardopt.nn._router import Score
@@ -40,15 +40,6 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
     "clamped_swiglu": _clamped_swiglu,
 }
-
-
-def not_positive(config: object, *names: str) -> list[str]:
-    """Return a problem for each of these sizes that is not positive."""
-    return [
-        f"{name} must be positive, got {getattr(config, name)}"
-        for name in names
-        if getattr(config, name) <= 0
-    ]
 
 
 class BlockKind(NamedTuple):

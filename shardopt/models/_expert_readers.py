@@ -38,7 +38,7 @@ def _qwen2_moe(fields: Fields) -> Record:
 def _qwen3_moe(fields: Fields) -> Record:
     window = fields["sliding_window"] if fields["use_sliding_window"] else None
     fields.skip("layer_types", "max_window_layers")
-    return base.sizes(fields) | base.same_kinds(fields, window) | _experts(fields)
+    return base.sizes(fields) | base.kinds(fields, None, window) | _experts(fields)
 
 
 def _olmoe(fields: Fields) -> Record:

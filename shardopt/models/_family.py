@@ -87,25 +87,17 @@ def sizes(fields: Fields) -> Record:
     }
 
 
-def head_dim(fields: Fields) -> int:
-    return fields.optional_size("head_dim") or fields.size("hidden_size") // fields.size(
-        "num_attention_heads"
-    )
-
-
 def rope(fields: Fields, kind: str = "full_attention", **changes: Any) -> Rope:
     """Return the rotary positions of blocks of a type, as `Fields.rope` does."""
-    return fields.rope(head_dim(fields), kind, **changes)
+    head_dim = fields.optional_size("head_dim")
+    if head_dim is None:
+        head_dim = fields.size("hidden_size") // fields.size("num_attention_heads")
+    return fields.rope(head_dim, kind, **changes)
 
 
 def one_kind(rope: Rope | None) -> Record:
     """Return blocks of one kind, without a window."""
     return {"kinds": (BlockKind(rope=rope),)}
-
-
-def same_kinds(fields: Fields, window: int | None = None) -> Record:
-    """Return blocks of one kind."""
-    return kinds(fields, None, window)
 
 
 def kinds(fields: Fields, types: list[str] | None, window: int | None) -> Record:
@@ -126,7 +118,7 @@ def types_of(fields: Fields, period: int) -> list[str]:
 
 def plain(fields: Fields) -> Record:
     """Return a model with blocks of one kind."""
-    return sizes(fields) | same_kinds(fields)
+    return sizes(fields) | kinds(fields, None, None)
 
 
 def llama(fields: Fields) -> Record:
@@ -136,4 +128,4 @@ def llama(fields: Fields) -> Record:
 
 
 def mistral(fields: Fields) -> Record:
-    return sizes(fields) | same_kinds(fields, fields["sliding_window"])
+    return sizes(fields) | kinds(fields, None, fields["sliding_window"])

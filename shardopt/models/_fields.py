@@ -262,23 +262,24 @@ def _length(scaling: Record, fields: Fields) -> int:
     )
 
 
+def _factor(scaling: Record, fields: Fields, length: int) -> float:
+    """Return how many times longer rows may be than in training."""
+    return float(scaling.pop("factor", None) or fields["max_position_embeddings"] / length)
+
+
 def _llama3(scaling: Record, fields: Fields) -> Record:
-    slow = float(scaling.pop("low_freq_factor"))
-    fast = float(scaling.pop("high_freq_factor"))
-    factor = float(scaling.pop("factor"))
     return {
         "kind": "llama3",
-        "factor": factor,
+        "slow": float(scaling.pop("low_freq_factor")),
+        "fast": float(scaling.pop("high_freq_factor")),
+        "factor": float(scaling.pop("factor")),
         "length": _length(scaling, fields),
-        "slow": slow,
-        "fast": fast,
     }
 
 
 def _yarn(scaling: Record, fields: Fields) -> Record:
     length = _length(scaling, fields)
-    factor = scaling.pop("factor", None)
-    factor = float(factor or fields["max_position_embeddings"] / length)
+    factor = _factor(scaling, fields, length)
     scale = scaling.pop("mscale", None)
     scale_of_all = scaling.pop("mscale_all_dim", None)
     attention_factor = scaling.pop("attention_factor", None)
@@ -288,30 +289,32 @@ def _yarn(scaling: Record, fields: Fields) -> Record:
             if scale and scale_of_all
             else yarn_scale(factor, 1)
         )
-    slow = float(scaling.pop("beta_slow", None) or 1)
-    fast = float(scaling.pop("beta_fast", None) or 32)
-    numbers = {"factor": factor, "length": length, "slow": slow, "fast": fast}
-    truncate = scaling.pop("truncate", True)
     return {
         "kind": "yarn",
-        **numbers,
-        "truncate": truncate is not False,
+        "factor": factor,
+        "length": length,
+        "slow": float(scaling.pop("beta_slow", None) or 1),
+        "fast": float(scaling.pop("beta_fast", None) or 32),
+        "truncate": scaling.pop("truncate", True) is not False,
         "attention_factor": float(attention_factor),
     }
 
 
 def _longrope(scaling: Record, fields: Fields) -> Record:
     length = _length(scaling, fields)
-    factor = scaling.pop("factor", None)
-    factor = float(factor or fields["max_position_embeddings"] / length)
+    factor = _factor(scaling, fields, length)
     attention_factor = scaling.pop("attention_factor", None)
     if attention_factor is None:
         attention_factor = (
             1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
         )
-    short, long = (tuple(map(float, scaling.pop(f"{name}_factor"))) for name in ("short", "long"))
-    numbers = {"length": length, "attention_factor": float(attention_factor)}
-    return {"kind": "longrope", "short": short, "long": long, **numbers}
+    return {
+        "kind": "longrope",
+        "short": tuple(map(float, scaling.pop("short_factor"))),
+        "long": tuple(map(float, scaling.pop("long_factor"))),
+        "length": length,
+        "attention_factor": float(attention_factor),
+    }
 
 
 def yarn_scale(factor: float, scale: float | int) -> float:

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -149,10 +149,7 @@ class Pretrained:
         if shardings is None:
             device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
             shardings = jax.tree.map(lambda _: device, self.abstract_params)
-        sources: dict[str, list[tuple[Tensor, Place]]] = {}
-        for name, places in self.places.items():
-            for place in places:
-                sources.setdefault(place.leaf, []).append((self.tensors[name], place))
+        sources = _by_leaf(self.places, self.tensors)
         paths_and_leaves = leaves_with_paths(self.abstract_params)
         num_bytes = 0
         arrays = []
@@ -201,16 +198,13 @@ class Pretrained:
         """
         leaves = dict(leaves_with_paths(params))
         shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
-        if shapes != (expected := decoder.leaf_shapes(self.config)):
-            different = [
-                path
-                for path in shapes.keys() | expected.keys()
-                if shapes.get(path) != expected.get(path)
-            ]
-            problems = [
-                f"{path}: {shapes.get(path)}, must be {expected.get(path)}"
-                for path in sorted(different)
-            ]
+        expected = decoder.leaf_shapes(self.config)
+        problems = [
+            f"{path}: {shapes.get(path)}, must be {expected.get(path)}"
+            for path in sorted(shapes.keys() | expected.keys())
+            if shapes.get(path) != expected.get(path)
+        ]
+        if problems:
             raise value_error("the parameters are not those of the model.", problems)
         hf_config = dict(self.hf_config)
         if dtype is not None:
@@ -276,11 +270,9 @@ def write_weights(
         for file in plan.values():
             file.create()
     _wait_for_all(f"{target}.created")
-    by_leaf: dict[str, list[tuple[Tensor, Place]]] = {}
-    for file in plan.values():
-        for name, tensor in file.tensors.items():
-            for place in places[name]:
-                by_leaf.setdefault(place.leaf, []).append((tensor, place))
+    by_leaf = _by_leaf(
+        places, {name: tensor for file in plan.values() for name, tensor in file.tensors.items()}
+    )
     with show_progress(len(leaves), shown=progress, work="writing weights") as display:
         for done, (path, leaf) in enumerate(leaves.items(), 1):
             _save_leaf(leaf, by_leaf[path])
@@ -425,13 +417,8 @@ def _load_leaf(
         bounds = _bounds(index, leaf.shape)
         shards[bounds] = np.empty([stop - start for start, stop in bounds], leaf.dtype)
     for tensor, place in sources:
-        view = tensor.view()
-        for bounds, shard in shards.items():
-            places = _places_in(place, bounds)
-            if places is not None:
-                start = view.__array_interface__["data"][0]
-                shard[places.outer] = Part(tensor, place.of(view)[places.inner], start).read()
-        del view
+        for part, numbers in _parts(tensor, place, shards.items()):
+            numbers[...] = part.read()
     return jax.make_array_from_callback(
         leaf.shape, sharding, lambda index: shards[_bounds(index, leaf.shape)]
     )
@@ -449,35 +436,35 @@ def _save_leaf(leaf: Any, targets: list[tuple[Tensor, Place]]) -> None:
         bounds = _bounds(index, leaf.shape)
         numbers = np.asarray(data)
         for tensor, place in targets:
-            places = _places_in(place, bounds)
-            if places is not None:
-                view = tensor.view()
-                part = Part(
-                    tensor, place.of(view)[places.inner], view.__array_interface__["data"][0]
-                )
-                part.write(numbers[places.outer])
+            for part, part_numbers in _parts(tensor, place, [(bounds, numbers)]):
+                part.write(part_numbers)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Slices:
-    """The part of a tensor that a shard has.
-
-    Attributes:
-      inner: its place in the view of the tensor.
-      outer: its place in the shard.
+def _parts(
+    tensor: Tensor, place: Place, shards: Iterable[tuple[Bounds, np.ndarray]]
+) -> Iterator[tuple[Part, np.ndarray]]:
+    """Yield the part of a tensor that each shard has, and where its numbers lie in the shard. A
+    shard may have other blocks, and no part.
     """
-
-    inner: tuple[slice, ...]
-    outer: tuple[int, ...]
-
-
-def _places_in(place: Place, bounds: Bounds) -> _Slices | None:
-    """Return the part of a tensor that a shard has, or None if the shard has other blocks."""
+    view = tensor.view()
+    start = view.__array_interface__["data"][0]
     depth = len(place.numbers)
-    if any(not start <= i < stop for i, (start, stop) in zip(place.numbers, bounds, strict=False)):
-        return None
-    outer = tuple(i - start for i, (start, _) in zip(place.numbers, bounds, strict=False))
-    return _Slices(tuple(slice(start, stop) for start, stop in bounds[depth:]), outer)
+    for bounds, shard in shards:
+        numbers = [i - first for i, (first, _) in zip(place.numbers, bounds, strict=False)]
+        if all(0 <= i < size for i, size in zip(numbers, shard.shape, strict=False)):
+            inner = tuple(slice(first, stop) for first, stop in bounds[depth:])
+            yield Part(tensor, place.of(view)[inner], start), shard[tuple(numbers)]
+
+
+def _by_leaf(
+    places: Mapping[str, list[Place]], tensors: Mapping[str, Tensor]
+) -> dict[str, list[tuple[Tensor, Place]]]:
+    """Return leaf -> the tensors that it lies in, each with its place."""
+    by_leaf: dict[str, list[tuple[Tensor, Place]]] = {}
+    for name, tensor_places in places.items():
+        for place in tensor_places:
+            by_leaf.setdefault(place.leaf, []).append((tensors[name], place))
+    return by_leaf
 
 
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:

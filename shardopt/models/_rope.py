@@ -13,6 +13,15 @@ from shardopt.core import format_error
 Kind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 
+def not_positive(config: object, *names: str) -> list[str]:
+    """Return a problem for each of these numbers that is not positive."""
+    return [
+        f"{name} must be positive, got {getattr(config, name)}"
+        for name in names
+        if getattr(config, name) <= 0
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Rope:
     """The rotary positions of a block. Immutable and hashable.
@@ -58,11 +67,7 @@ class Rope:
             fix = f"use one of {', '.join(get_args(Kind))}."
             raise ValueError(format_error("Rope", f"unknown kind {self.kind!r}.", fix=fix))
         names = ("base", "factor", "length", "slow", "fast", "attention_factor")
-        problems = [
-            f"{name} must be positive, got {getattr(self, name)}"
-            for name in names
-            if getattr(self, name) <= 0
-        ]
+        problems = not_positive(self, *names)
         if problems:
             raise ValueError(format_error("Rope", "a number cannot be used.", problems))
 

@@ -85,18 +85,14 @@ def read_header(path: Path) -> dict[str, Tensor]:
         text = file.read(length) if length <= min(size, _MAX_HEADER) else b""
     try:
         header = json.loads(text)
+        header.pop("__metadata__", None)
         tensors = {
             name: Tensor(
                 path, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]
             )
             for name, entry in header.items()
-            if name != "__metadata__"
         }
-        ends = [
-            8 + length + entry["data_offsets"][1]
-            for name, entry in header.items()
-            if name != "__metadata__"
-        ]
+        ends = [8 + length + entry["data_offsets"][1] for entry in header.values()]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise value_error(
             f"{path} has no header of safetensors.", fix="download the file again."
