@@ -30,6 +30,7 @@ from shardopt.hlo.proof._value import (
     normal,
     pending,
     replaced,
+    resized,
     scaled,
     unify,
     used,
@@ -88,7 +89,7 @@ def _of_index(index: DerivedValue, value: DerivedValue, line: Line) -> HiddenDim
 def _own_block(dim: Dim, size: int, start: np.ndarray, order: int) -> tuple[Dim, list[Hidden]]:
     """Return the part of a dim that starts at another position on each device."""
     if is_constant_along(dim):
-        return tuple(factor._replace(local=size) for factor in dim[:1] if size != 1), []
+        return resized(dim, size), []
     if len(dim) == 1 and dim[0].size > 0:
         (factor,) = dim
         at = Positions.of(factor.at.array + start)
@@ -112,7 +113,7 @@ def dynamic_update_slice(line: Line, values: Sequence[DerivedValue]) -> DerivedV
     update = values[1]
     indices = values[2:]
     same = []
-    dims = list(base.dims)
+    changed: dict[int, Dim] = {}
     index_hidden: list[Hidden] = []
     padded: list[Hidden] = []
     for dim, (size, index) in enumerate(zip(update.shape, indices, strict=True)):
@@ -125,21 +126,21 @@ def dynamic_update_slice(line: Line, values: Sequence[DerivedValue]) -> DerivedV
         # buffers.
         if start is not None and base.zero and _covers(start, size, local):
             start = np.clip(start, 0, local - size)
-            dims[dim], block, update = _padded(local, update, dim, start, line)
+            changed[dim], block, update = _padded(local, update, dim, start, line)
             padded.append(block)
             continue
         index_hidden += used(index.hidden, line.order)
         if is_whole(base.dims[dim]) and is_whole(update.dims[dim]):
-            dims[dim] = whole(local, line.devices)
+            changed[dim] = whole(local, line.devices)
         else:
-            dims[dim] = _updated_piece(base, update, dim)
-    common, base, update = unify(base, update, same)
-    result = base._replace(dims=tuple(dims)).dims_with(common)
+            changed[dim] = _updated_piece(base, update, dim)
+    base, update = unify(base, update, same)
     hidden = added([base, update], line.order)
     if classes_of(index_hidden) & classes_of(h for h in hidden if h.kind in REDUCTIONS):
         raise Unproved("each device writes a partial sum to another place.")
     hidden = merged_hidden([hidden, tuple(index_hidden), tuple(padded)])
-    return DerivedValue(line.dims, result, hidden, fill=0 if base.zero and update.zero else None)
+    fill = 0 if base.zero and update.zero else None
+    return DerivedValue(line.dims, base.dims_with(changed), hidden, fill=fill)
 
 
 def _covers(start: np.ndarray, size: int, local: int) -> bool:
@@ -215,13 +216,16 @@ def gather(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     sizes = line.integers("slice_sizes")
     batching = line.pairs("operand_batching_dims", "start_indices_batching_dims")
     indices = indices._replace(hidden=used(indices.hidden, line.order))
-    common, operand, indices = unify(operand, indices, batching)
-    window = operand.other_dims({*line.integers("collapsed_slice_dims"), *common})
+    operand, indices = unify(operand, indices, batching)
+    batch_of_indices = {j: operand.dims[i] for i, j in batching}
+    window = operand.other_dims(
+        line.integers("collapsed_slice_dims") + line.integers("operand_batching_dims")
+    )
 
     rows, indices = _looked_up(line, operand, indices, window)
     if classes_of(pending(operand)) & classes_of(indices.hidden):
         raise Unproved("each device looks up other elements of a partial sum.")
-    dims_of_indices = indices.dims_with({j: common[i] for i, j in batching})
+    dims_of_indices = indices.dims_with(batch_of_indices)
     batch_dims = iter(
         [dims_of_indices[j] for j in indices.other_dims(line.integers("index_vector_dim"))]
     )
@@ -278,8 +282,7 @@ def scatter(line: Line, values: Sequence[DerivedValue], kind: str | None) -> Der
     # the dims of updates and of indices that count the windows
     pairs = list(zip(updates.other_dims(window_dims), indices.other_dims(vector_dims), strict=True))
     indices = indices._replace(hidden=used(indices.hidden, line.order))
-    common, updates, indices = unify(updates, indices, pairs)
-    updates = updates._replace(dims=updates.dims_with(common))
+    updates, indices = unify(updates, indices, pairs)
     inserted = line.integers("inserted_window_dims")
     windows = operand.other_dims({*inserted, *batch_of_operand.values()})
     same = [
@@ -288,11 +291,10 @@ def scatter(line: Line, values: Sequence[DerivedValue], kind: str | None) -> Der
         if operand.shape[i] == updates.shape[j]
     ]
     same += [(batch_of_operand[j], i) for i, j in pairs if j in batch_of_operand]
-    common, operand, updates = unify(operand, updates, same)
-    operand = operand._replace(dims=operand.dims_with(common))
+    operand, updates = unify(operand, updates, same)
     scattered = line.integers("scatter_dims_to_operand_dims")
     is_sum = operand.zero and kind == "add"
-    for dim in {*scattered, *windows} - common.keys():
+    for dim in {*scattered, *windows} - {i for i, _ in same}:
         local = operand.shape[dim]
         rows = scattered_rows(indices, local) if is_sum and scattered == (dim,) else None
         if rows is not None:  # zeros, except in the rows of each device

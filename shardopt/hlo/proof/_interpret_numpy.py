@@ -385,10 +385,7 @@ def _dynamic_update_slice(line: Line) -> Operation:
 
 
 def _dot(line: Line) -> Operation:
-    batch, contracting = (
-        line.pairs(f"lhs_{kind}_dims", f"rhs_{kind}_dims") for kind in ("batch", "contracting")
-    )
-    return _product(line, line.result, batch, contracting)
+    return _product(line, line.result, *line.dot_dims)
 
 
 def _product(line: Line, result: Shape, batch: Pairs, contracting: Pairs) -> Operation:

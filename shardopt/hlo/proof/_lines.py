@@ -114,6 +114,14 @@ class Line(NamedTuple):
         """Return the pairs of dims that two attributes list."""
         return list(zip(*map(self.integers, keys), strict=True))
 
+    @property
+    def dot_dims(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """The pairs of batch dims of an inner product, and of contracted dims."""
+        return (
+            self.pairs("lhs_batch_dims", "rhs_batch_dims"),
+            self.pairs("lhs_contracting_dims", "rhs_contracting_dims"),
+        )
+
     def results(self, values: Sequence[Any]) -> Any:
         """Return the values as the result: a tuple, or the only one."""
         return tuple(values) if self.shape.startswith("(") else values[0]

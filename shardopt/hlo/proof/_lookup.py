@@ -233,14 +233,14 @@ def masked(line: Line, operands: Sequence[DerivedValue]) -> DerivedValue | None:
         raise Unproved("it masks other rows than those that the device does not hold.")
     if table_rows.row not in rows.hidden:
         return None
-    common, term, condition_value = unify(rows, without(predicate, table_rows.row))
+    term, condition_value = unify(rows, without(predicate, table_rows.row))
     hidden = tuple(h for h in term.hidden if h != table_rows.row)
     # Each id is in the rows of one device, and the others have zeros: a sum over them is the
     # lookup.
     pending = table_rows.row._replace(kind="add", origin=line.order)
     return DerivedValue(
         line.dims,
-        rows.dims_with(common),
+        term.dims,
         merged_hidden([hidden, condition_value.hidden, (pending,)]),
     )
 

@@ -6,7 +6,14 @@ Each piece is followed alone.
 from collections.abc import Callable, Sequence
 
 from shardopt.hlo.proof._lines import Line
-from shardopt.hlo.proof._value import DerivedValue, Factor, Unproved, is_constant_along, replaced
+from shardopt.hlo.proof._value import (
+    DerivedValue,
+    Factor,
+    Unproved,
+    is_constant_along,
+    replaced,
+    resized,
+)
 from shardopt.trace._primitives import words
 
 Apply = Callable[[Line, Sequence[DerivedValue]], DerivedValue]
@@ -79,15 +86,7 @@ def _split(other: DerivedValue, value: DerivedValue, dim: int) -> list[DerivedVa
     return [
         other._replace(
             shape=part.shape,
-            dims=replaced(
-                other.dims,
-                dim,
-                tuple(
-                    f._replace(local=part.shape[dim])
-                    for f in other.dims[dim][:1]
-                    if part.shape[dim] != 1
-                ),
-            ),
+            dims=replaced(other.dims, dim, resized(other.dims[dim], part.shape[dim])),
             data=None,
         )
         for part in parts

@@ -331,7 +331,7 @@ def _faults_of_result(
         return frozenset()
     value = without_known_devices(value)
     try:
-        _, value, unified = unify(value, declared)
+        value, unified = unify(value, declared)
     except RuleError as problem:
         reason = problem.reason.replace(
             "its operands hold", "what is derived and what is declared are"

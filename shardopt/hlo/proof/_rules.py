@@ -38,6 +38,7 @@ from shardopt.hlo.proof._value import (
     partition,
     pending,
     replaced,
+    resized,
     same_everywhere,
     scaled,
     split_dims,
@@ -61,52 +62,60 @@ def unified_operands(
     pairs = [(i, i) for i in values[0].other_dims((without,))]
     common = values[0]
     for value in values[1:]:
-        dims, common, _ = unify(common, value, pairs)
-        common = common._replace(dims=common.dims_with(dims))
+        common, _ = unify(common, value, pairs)
     # Twice: the first pass finds the common dims, the second takes them out of each value's hidden
     # dims.
     frame = DerivedValue(common.shape, common.dims)
-    return common.dims, [unify(frame, value, pairs)[2] for value in values]
+    return common.dims, [unify(frame, value, pairs)[1] for value in values]
 
 
 # elementwise
 
 
-def _linear(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
-    dims, operands = unified_operands(values)
-    return DerivedValue(line.dims, dims, added(operands, line.order))
+def _elementwise(hidden_of: Callable[[Line, list[DerivedValue]], HiddenDims]) -> Rule:
+    """Return the rule of an instruction on single numbers, from the coordinates of its result."""
+
+    def rule(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
+        dims, operands = unified_operands(_scalars_broadcast(values, line))
+        return DerivedValue(line.dims, dims, hidden_of(line, operands))
+
+    return rule
 
 
-def _same_kind(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
+@_elementwise
+def _linear(line: Line, operands: list[DerivedValue]) -> HiddenDims:
+    return added(operands, line.order)
+
+
+@_elementwise
+def _same_kind(line: Line, operands: list[DerivedValue]) -> HiddenDims:
     """Maximum of maxima, and so on; other terms are used on their own."""
-    dims, operands = unified_operands(values)
-    if all({h.kind for h in pending(value)} <= {line.opcode} for value in operands):
-        reductions = [classes_of(pending(value)) for value in operands]
-        if all(r == reductions[0] for r in reductions):
-            return DerivedValue(line.dims, dims, merged_hidden(value.hidden for value in operands))
-    return DerivedValue(line.dims, dims, mixed(operands, line.order))
+    reductions = [classes_of(pending(value)) for value in operands]
+    kinds = {h.kind for value in operands for h in pending(value)}
+    if kinds <= {line.opcode} and all(r == reductions[0] for r in reductions):
+        return merged_hidden(value.hidden for value in operands)
+    return mixed(operands, line.order)
 
 
-def _product(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
-    dims, operands = unified_operands(values)
+@_elementwise
+def _product(line: Line, operands: list[DerivedValue]) -> HiddenDims:
     _check_blocks(operands)
-    return DerivedValue(line.dims, dims, multiplied(operands, line.order))
+    return multiplied(operands, line.order)
 
 
-def _quotient(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
-    dims, (dividend, divisor) = unified_operands(values)
-    _check_blocks([dividend, divisor])
+@_elementwise
+def _quotient(line: Line, operands: list[DerivedValue]) -> HiddenDims:
+    dividend, divisor = operands
+    _check_blocks(operands)
     # Linear in the dividend alone.
     divisor = divisor._replace(hidden=used(divisor.hidden, line.order))
-    return DerivedValue(line.dims, dims, multiplied([dividend, divisor], line.order))
+    return multiplied([dividend, divisor], line.order)
 
 
-def _nonlinear(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
-    if not values:
-        return DerivedValue(line.dims, tuple(whole(size, line.devices) for size in line.dims))
-    dims, operands = unified_operands(_scalars_broadcast(values, line))
+@_elementwise
+def _nonlinear(line: Line, operands: list[DerivedValue]) -> HiddenDims:
     _check_blocks(operands)
-    return DerivedValue(line.dims, dims, mixed(operands, line.order))
+    return mixed(operands, line.order)
 
 
 def _check_blocks(operands: Sequence[DerivedValue]) -> None:
@@ -152,24 +161,24 @@ def _scalars_broadcast(values: Sequence[DerivedValue], line: Line) -> list[Deriv
 
 
 def _select(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
-    # A select that masks rows of other devices makes a term of a sum. Any other is treated as the
-    # product of its predicate and its branches.
-    term = masked(line, values)
-    if term is not None:
-        return term
-    dims, (predicate, first, second) = unified_operands(_scalars_broadcast(values, line))
-    branches = DerivedValue(line.dims, dims, added([first, second], line.order))
+    # A select that masks rows of other devices makes a term of a sum.
+    return masked(line, values) or _chosen(line, values)
+
+
+@_elementwise
+def _chosen(line: Line, operands: list[DerivedValue]) -> HiddenDims:
+    """The product of the predicate of a select and its branches."""
+    predicate, first, second = operands
+    branches = first._replace(hidden=added([first, second], line.order))
     predicate = predicate._replace(hidden=used(predicate.hidden, line.order))
-    return DerivedValue(line.dims, dims, multiplied([branches, predicate], line.order))
+    return multiplied([branches, predicate], line.order)
 
 
 def _passed(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     """Copies, conversions between floats, optimisation barriers."""
     value = values[0]
-    source_is_float = True
-    if line.opcode == "convert":
-        source_is_float = dtype_of(line.shape)[0] in "fbc" or not pending(value)
-    hidden = value.hidden if source_is_float else used(value.hidden, line.order)
+    rounds = line.opcode == "convert" and dtype_of(line.shape)[0] not in "fbc"
+    hidden = used(value.hidden, line.order) if rounds else value.hidden
     return DerivedValue(line.dims, value.dims, hidden, fill=value.fill)
 
 
@@ -186,10 +195,6 @@ def _broadcast(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     added_elements = math.prod(line.dims) != math.prod(value.shape)
     hidden = tuple(h._replace(minor=-1) for h in value.hidden) if added_elements else value.hidden
     return DerivedValue(line.dims, tuple(dims), hidden, fill=value.fill)
-
-
-def _reshape(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
-    return reshaped(values[0], line.dims)
 
 
 def reshaped(value: DerivedValue, shape: tuple[int, ...]) -> DerivedValue:
@@ -215,10 +220,6 @@ def _bitcast(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     if new_order == tuple(range(len(new_order))):
         return result
     return transposed(result, tuple(new_order.index(dim) for dim in range(len(new_order))))
-
-
-def _transpose(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
-    return transposed(values[0], line.integers("dimensions"))
 
 
 def transposed(value: DerivedValue, permutation: tuple[int, ...]) -> DerivedValue:
@@ -277,7 +278,7 @@ def _slice(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
 def sliced_dim(dim: Dim, size: int, count: int, start: int, stride: int) -> Dim:
     """Return the dim after every device takes the same `count` of its `size` elements."""
     if is_constant_along(dim):
-        return tuple(factor._replace(local=count) for factor in dim[:1])
+        return resized(dim, count)
     if is_whole(dim):
         return (Factor(count, count, scaled(dim[0].at, 0)),)
     if (
@@ -429,14 +430,6 @@ def _reduce_window(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     return DerivedValue(line.dims, tuple(dims), used(value.hidden, line.order))
 
 
-def _dot(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
-    lhs, rhs = values
-    batch, contracting = (
-        line.pairs(f"lhs_{kind}_dims", f"rhs_{kind}_dims") for kind in ("batch", "contracting")
-    )
-    return product(line, lhs, rhs, batch, contracting)
-
-
 def product(
     line: Line,
     lhs: DerivedValue,
@@ -445,10 +438,10 @@ def product(
     contracting: list[tuple[int, int]],
 ) -> DerivedValue:
     """Return a dot product: dims in the order batch, lhs, rhs."""
-    common, lhs, rhs = unify(lhs, rhs, [*batch, *contracting])
-    lhs = lhs._replace(dims=lhs.dims_with(common))
-    free_left = lhs.other_dims(common)
-    free_right = rhs.other_dims([j for _, j in (*batch, *contracting)])
+    pairs = [*batch, *contracting]
+    lhs, rhs = unify(lhs, rhs, pairs)
+    free_left = lhs.other_dims([i for i, _ in pairs])
+    free_right = rhs.other_dims([j for _, j in pairs])
     # one head per device, or a missing sum
     _check_pieces(lhs, ("own", "add"), rhs, free_right)
     _check_pieces(rhs, ("own", "add"), lhs, free_left)
@@ -486,12 +479,12 @@ RULES: dict[str, Rule] = {
     "select": _select,
     "bitcast": _bitcast,
     "broadcast": _broadcast,
-    "reshape": _reshape,
-    "transpose": _transpose,
+    "reshape": lambda line, values: reshaped(values[0], line.dims),
+    "transpose": lambda line, values: transposed(values[0], line.integers("dimensions")),
     "reverse": _reverse,
     "slice": _slice,
     "pad": _pad,
     "concatenate": _concatenate,
-    "dot": _dot,
+    "dot": lambda line, values: product(line, values[0], values[1], *line.dot_dims),
     "reduce-window": _reduce_window,
 }

@@ -283,6 +283,11 @@ def is_constant_along(dim: Dim) -> bool:
     return all(factor.size == 0 for factor in dim)
 
 
+def resized(dim: Dim, size: int) -> Dim:
+    """Return a dim along which the value is constant, with another number of elements."""
+    return tuple(factor._replace(local=size) for factor in dim[:1] if size != 1)
+
+
 @cached
 def normal(dim: Dim) -> Dim:
     """Join neighbours: a whole factor belongs to the factor before it."""
@@ -404,36 +409,34 @@ def unified(first: Dim, second: Dim) -> Dim:
 
 def unify(
     first: DerivedValue, second: DerivedValue, dims: Iterable[tuple[int, int]] | None = None
-) -> tuple[dict[int, Dim], DerivedValue, DerivedValue]:
-    """Return the common dims by dim of `first`, and both values without the hidden dims that became
-    visible.
+) -> tuple[DerivedValue, DerivedValue]:
+    """Return both values without the hidden dims that became visible, and `first` with the dims
+    that both have.
 
     `dims` has the pairs of dims that must agree, by default all of two values of one shape.
     """
-    common: dict[int, Dim] = {}
     for i, j in [(i, i) for i in first.other_dims(())] if dims is None else dims:
         while True:
             try:
-                common[i] = unified(first.dims[i], second.dims[j])
+                common = unified(first.dims[i], second.dims[j])
             except _MismatchError as mismatch:
                 a, b = mismatch.args
-                revealed = _revealed(first, i, a, b)
-                if revealed is not None:
+                if revealed := _revealed(first, i, a, b):
                     first = revealed
-                    continue
-                revealed = _revealed(second, j, b, a)
-                if revealed is not None:
+                elif revealed := _revealed(second, j, b, a):
                     second = revealed
-                    continue
-                if first.constant or second.constant:
+                elif first.constant or second.constant:
                     raise Unproved(
                         "positions within a piece meet positions within the whole."
                     ) from None
-                raise Wrong(
-                    f"its operands hold different pieces: {_piece(a)} and {_piece(b)}."
-                ) from None
-            break
-    return common, first, second
+                else:
+                    raise Wrong(
+                        f"its operands hold different pieces: {_piece(a)} and {_piece(b)}."
+                    ) from None
+            else:
+                first = first._replace(dims=replaced(first.dims, i, common))
+                break
+    return first, second
 
 
 def _revealed(value: DerivedValue, dim: int, factor: Factor, other: Factor) -> DerivedValue | None:
@@ -612,7 +615,7 @@ def joined(first: DerivedValue, second: DerivedValue) -> DerivedValue:
     if first.parts or second.parts:
         return _joined_parts(first, second)
     try:
-        common, first, second = unify(first, second)
+        first, second = unify(first, second)
         # As for a sum: if one is a term and the other is complete, the result is neither.
         hidden = added([first, second], -1)
     except Wrong as problem:
@@ -623,7 +626,7 @@ def joined(first: DerivedValue, second: DerivedValue) -> DerivedValue:
 
     return DerivedValue(
         first.shape,
-        first.dims_with(common),
+        first.dims,
         hidden,
         constant=first.constant and second.constant,
         fill=of_both(first.fill, second.fill, None),
