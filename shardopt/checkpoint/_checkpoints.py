@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 import jax
@@ -187,17 +186,17 @@ class Checkpoints:
         Each question then waits for the other processes, so a loop of your own asks at some steps
         only. The first question about a step decides.
         """
-        if not isinstance(self.every, datetime.timedelta):
-            return step > 0 and step % self.every == 0
+        every = self.every
         if step <= 0:
             return False
+        if not isinstance(every, datetime.timedelta):
+            return step % every == 0
         if self._last_answer[0] != step:
-            self._last_answer = (step, on_primary_process(self._is_time_over))
+            is_time_over = on_primary_process(
+                lambda: _clock() - self._save_time >= every.total_seconds()
+            )
+            self._last_answer = (step, is_time_over)
         return self._last_answer[1]
-
-    def _is_time_over(self) -> bool:
-        assert isinstance(self.every, datetime.timedelta)
-        return _clock() - self._save_time >= self.every.total_seconds()
 
     def due_in_memory(self, step: int) -> bool:
         """Return whether a snapshot should be taken after this step."""
@@ -355,12 +354,7 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
             return

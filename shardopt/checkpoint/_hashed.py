@@ -17,6 +17,7 @@ from shardopt.core import (
     leaves_with_paths,
     type_error,
     value_error,
+    with_leaves,
 )
 from shardopt.core._checksum import checksum
 
@@ -56,7 +57,7 @@ def without_hashed(state: Any, patterns: Sequence[re.Pattern[str]]) -> Any:
         None if is_hashed(path, patterns) else leaf
         for path, leaf in leaves_with_paths(state.params)
     ]
-    return state._replace(params=jax.tree.structure(state.params).unflatten(leaves))
+    return state._replace(params=with_leaves(state.params, leaves))
 
 
 def record_of(params: PyTree, patterns: Sequence[re.Pattern[str]]) -> JsonObject:
@@ -102,7 +103,7 @@ def with_hashed(
             leaves_with_paths(params), jax.tree.leaves(abstract_params), strict=True
         )
     ]
-    return state._replace(params=jax.tree.structure(abstract_params).unflatten(leaves))
+    return state._replace(params=with_leaves(abstract_params, leaves))
 
 
 def hash_of_leaves(paths_and_leaves: Iterable[tuple[str, Any]]) -> str:

@@ -80,7 +80,7 @@ def without_params(
         if path[0] != OPT_STATE and not _is_replaced(path, leaves, new_params)
     }
     equal_leaves = [None if path in (new_params or ()) else leaf for path, leaf in leaves.items()]
-    return stored, jax.tree.structure(wanted).unflatten(equal_leaves)
+    return stored, with_leaves(wanted, equal_leaves)
 
 
 def _is_replaced(
@@ -135,8 +135,7 @@ def fill_new_chain(
         # From the restored parameters: the first values of some states depend on them
         # (schedule-free).
         leaves |= _started(chain, wanted_state, leaves, match.started)
-    structure = jax.tree.structure(wanted_state)
-    return to_wanted(structure.unflatten([leaves[path] for path in wanted]), changes)
+    return to_wanted(with_leaves(wanted_state, [leaves[path] for path in wanted]), changes)
 
 
 def _as_written(leaf: jax.ShapeDtypeStruct, stored: Leaf | None) -> jax.ShapeDtypeStruct:
@@ -172,14 +171,12 @@ def _read(
     # Each turn reads every source once, into the first leaf that still wants it.
     while open_paths := [path for path in sources if path not in leaves]:
         paths = {sources[path]: path for path in open_paths}
-        tree = nest({_names(origin): abstract_leaves[path] for origin, path in paths.items()})
+        tree = nest(
+            {tuple(map(unescape, origin)): abstract_leaves[path] for origin, path in paths.items()}
+        )
         restored = leaves_by_path(read(tree))
         leaves |= {path: restored[origin] for origin, path in paths.items()}
     return leaves
-
-
-def _names(path: LeafPath) -> LeafPath:
-    return tuple(unescape(name) for name in path)
 
 
 def _check_equal(

@@ -6,14 +6,22 @@ Only this file calls orbax.
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from shardopt.checkpoint._tree import LeafPath, leaves_by_path, nest, show, unnest
-from shardopt.core import PyTree, is_array_like, is_key, type_error, value_error, with_leaves
+from shardopt.core import (
+    PyTree,
+    is_array_like,
+    is_key,
+    num_bytes,
+    type_error,
+    value_error,
+    with_leaves,
+)
 from shardopt.runtime._progress import waiting
 
 ArrayLeaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct
@@ -259,7 +267,18 @@ def read_arrays(folder: Path, target: PyTree) -> PyTree:
         restore_concurrent_gb=_gigabytes_at_once(nonempty_leaves.values())
     )
     with ocp.Checkpointer(handler) as reader:
-        restored = reader.restore(folder / _ITEM, _restore_args(nest(nonempty_leaves)))
+        nested = nest(nonempty_leaves)
+        args = jax.tree.map(
+            lambda leaf: ocp.ArrayRestoreArgs(
+                sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True
+            ),
+            nested,
+        )
+        # partial: other arrays of the folder are not read
+        restored = reader.restore(
+            folder / _ITEM,
+            ocp.args.PyTreeRestore(item=nested, restore_args=args, partial_restore=True),
+        )
     arrays = dict(zip(nonempty_leaves, unnest(restored, list(nonempty_leaves)), strict=True))
     for path, leaf in stored_leaves.items():
         if path not in arrays:
@@ -270,23 +289,10 @@ def read_arrays(folder: Path, target: PyTree) -> PyTree:
     return with_leaves(target, leaves)
 
 
-def _restore_args(target: PyTree) -> Any:
-    """Return the arguments of orbax that read each leaf with its sharding, shape and dtype."""
-    import orbax.checkpoint as ocp
-
-    def leaf_args(leaf: jax.ShapeDtypeStruct) -> ocp.ArrayRestoreArgs:
-        placement = {"sharding": leaf.sharding, "global_shape": leaf.shape, "dtype": leaf.dtype}
-        return ocp.ArrayRestoreArgs(**placement, strict=True)
-
-    args = jax.tree.map(leaf_args, target)
-    # partial: other arrays of the folder are not read
-    return ocp.args.PyTreeRestore(item=target, restore_args=args, partial_restore=True)
-
-
 def _gigabytes_at_once(leaves: Iterable[ArrayLeaf]) -> int:
     """Return a bound of the host memory of reads in flight.
 
     One read, rounded up to chunks, must always fit.
     """
-    largest_bytes = max((leaf.size * leaf.dtype.itemsize for leaf in leaves), default=0)
+    largest_bytes = max(map(num_bytes, leaves), default=0)
     return max(4, math.ceil(2 * largest_bytes / 1e9))

@@ -308,13 +308,14 @@ class _AttentionOverContext:
         size = jax.lax.axis_size(self.axes)
         length = query.shape[1]
         hops = ring_of(self.axes, size, length, self.rule, natural=natural).hops
-        heads = {
-            "heads": query.shape[2],
-            "kv_heads": key.shape[2],
-            "itemsize": query.dtype.itemsize,
-        }
         return choose_method(
-            size * length, size, hops, **heads, kernel=self.implementation not in (None, "xla")
+            size * length,
+            size,
+            hops,
+            heads=query.shape[2],
+            kv_heads=key.shape[2],
+            itemsize=query.dtype.itemsize,
+            kernel=self.implementation not in (None, "xla"),
         )
 
     def _ring(self, query: Array, natural: bool, stride: int = 1) -> Ring:

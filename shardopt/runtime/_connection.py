@@ -127,7 +127,11 @@ def _without_place() -> Connection | None:
 def _by_ray_train(place: ProcessPlace) -> Connection:
     """Let the first worker choose an address, and tell it to the others."""
     ray = sys.modules["ray"]
-    collective = _ray_collective()
+    try:
+        from ray.train import collective  # this process is a worker of Ray Train
+    except ImportError:
+        problem = "the workers of Ray Train cannot agree on an address: it is version 1."
+        raise value_error(problem, fix="set RAY_TRAIN_V2_ENABLED=1 in the driver.") from None
     address = None
     if place.rank == 0:
         host = ray.util.get_node_ip_address()
@@ -137,15 +141,6 @@ def _by_ray_train(place: ProcessPlace) -> Connection:
     address = collective.broadcast_from_rank_zero(address)
     # Ray has chosen the GPUs, and the variables of SLURM may belong to another job
     return Connection(address, place.size, place.rank, {"cluster_detection_method": "deactivate"})
-
-
-def _ray_collective() -> Any:
-    try:
-        from ray.train import collective  # this process is a worker of Ray Train
-    except ImportError:
-        problem = "the workers of Ray Train cannot agree on an address: it is version 1."
-        raise value_error(problem, fix="set RAY_TRAIN_V2_ENABLED=1 in the driver.") from None
-    return collective
 
 
 def _by_torchrun(place: ProcessPlace) -> Connection:

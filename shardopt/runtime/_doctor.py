@@ -123,6 +123,9 @@ def doctor(opt: Any = None, state: Any = None, batch: Any = None) -> DoctorRepor
     flags |= {
         name: str(jax.config.values[name]) for name in _SETTINGS if jax.config.values.get(name)
     }
+    stores_programs = (
+        bool(jax.config.values.get("jax_compilation_cache_dir")) and mixes_collectives()
+    )
     return DoctorReport(
         versions=versions,
         devices={
@@ -134,7 +137,7 @@ def doctor(opt: Any = None, state: Any = None, batch: Any = None) -> DoctorRepor
         topology=_topology(devices),
         flags=flags,
         errors=tuple(
-            known_errors(versions, kind, processes, jaxpr, stores_programs=_stores_mixed_programs())
+            known_errors(versions, kind, processes, jaxpr, stores_programs=stores_programs)
         ),
     )
 
@@ -257,7 +260,3 @@ def _topology(devices: list[Any]) -> str | None:
     )
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     return f"{extent}, {slices} slice{'s' * (slices > 1)}"
-
-
-def _stores_mixed_programs() -> bool:
-    return bool(jax.config.values.get("jax_compilation_cache_dir")) and mixes_collectives()

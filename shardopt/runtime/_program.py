@@ -5,14 +5,21 @@ modules import only the standard library, and each other.
 """
 
 import importlib
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 
-def command(module: str, *arguments: object) -> list[str]:
-    """Return the words that start a program."""
-    return [sys.executable, "-I", "-S", __file__, module, *map(str, arguments)]
+def start(module: str, *arguments: object) -> subprocess.Popen[str]:
+    """Start a program, with pipes for its input and output."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, module, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 if __name__ == "__main__":

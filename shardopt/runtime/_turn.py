@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NoReturn
 
 
 class StopRun(BaseException):
@@ -65,12 +64,9 @@ class Turn:
         """
         if self._may_leave:
             self._may_leave = False
-            self._take_and_stop()
-
-    def _take_and_stop(self) -> NoReturn:
-        self.lock.acquire()
-        self._is_away = False
-        raise StopRun
+            self.lock.acquire()
+            self._is_away = False
+            raise StopRun
 
     def close(self) -> None:
         """Give the turn away for good."""

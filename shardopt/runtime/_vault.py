@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from shardopt.runtime._messages import MessageServer, connect
-from shardopt.runtime._program import command
+from shardopt.runtime._program import start
 
 ADDRESSES = "SHARDOPT_VAULTS"
 TOKEN = "SHARDOPT_VAULT_TOKEN"
@@ -129,13 +129,7 @@ class Vault(NamedTuple):
 
 def start_vault(number: int, token: str) -> Vault:
     """Start a vault on this host; it ends when this process does."""
-    pipes = {
-        "stdin": subprocess.PIPE,
-        "stdout": subprocess.PIPE,
-        "text": True,
-        "start_new_session": True,
-    }
-    process = subprocess.Popen(command("_vault", number), **pipes)
+    process = start("_vault", number)
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(f"{token}\n")

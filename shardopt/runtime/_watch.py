@@ -17,7 +17,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -117,13 +117,10 @@ def _find_lane_hangs(reports: Mapping[int, RankReport], timeout: float) -> Itera
         behind = {rank: mark for rank, mark in marks.items() if mark.position == last_position}
         seconds = max(mark.began + reports[rank].ago for rank, mark in behind.items())
         has_begun = any(mark.phase != START for mark in marks.values())
-        if has_begun and _are_late(list(behind.values()), seconds, timeout):
+        has_work = all(mark.phase for mark in behind.values())
+        allowed = max(_allowed_seconds(mark, timeout) for mark in behind.values())
+        if has_begun and has_work and seconds > allowed:
             yield Hang(tuple(behind), False, lane, seconds)
-
-
-def _are_late(marks: Sequence[ProgressMark], seconds: float, timeout: float) -> bool:
-    has_work = all(mark.phase for mark in marks)
-    return has_work and seconds > max(_allowed_seconds(mark, timeout) for mark in marks)
 
 
 def _allowed_seconds(mark: ProgressMark, timeout: float) -> float:
@@ -377,13 +374,11 @@ def main(processes: str, seconds: str, port: str, host: str) -> int:
     """
     count = int(processes)
     timeout = float(seconds)
-    watch = Watch(
-        count,
-        timeout,
-        host=host,
-        port=int(port),
-        say=lambda line: print(line, file=sys.stderr, flush=True),
-    )
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    watch = Watch(count, timeout, host=host, port=int(port), say=say)
     print(json.dumps({"port": watch.port, **watch.environment}), flush=True)
     input_ended = threading.Event()
 
@@ -399,13 +394,9 @@ def main(processes: str, seconds: str, port: str, host: str) -> int:
         reports = watch.reports()
         watch.ask(b"stacks")
         input_ended.wait(_ANSWER_SECONDS)
-        print(
-            describe("watchdog", hang, reports, count, watch.stacks, {}),
-            file=sys.stderr,
-            flush=True,
-        )
+        say(describe("watchdog", hang, reports, count, watch.stacks, {}))
         for rank, text in sorted(watch.stacks.items()):
-            print(f"watchdog: the stacks of process {rank}:\n{text}", file=sys.stderr, flush=True)
+            say(f"watchdog: the stacks of process {rank}:\n{text}")
         watch.ask(b"end")
         return 1
     return 0

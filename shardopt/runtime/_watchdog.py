@@ -8,13 +8,14 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from shardopt.core import format_error
+from shardopt.core import calling, error_text, value_error
 from shardopt.runtime import _progress as progress
-from shardopt.runtime._program import command
+from shardopt.runtime._program import start
 
 _KEY = "shardopt/watchdog"
 
 
+@calling("watchdog")
 def watchdog(hang_timeout: float, *, port: int = 0) -> None:
     """End a job on a cluster when one of its processes hangs, and say which process hangs and
     where.
@@ -50,17 +51,11 @@ def watchdog(hang_timeout: float, *, port: int = 0) -> None:
     temporary files.
     """
     if not hang_timeout > 0:
-        raise ValueError(
-            format_error(
-                "watchdog", f"hang_timeout must be more than 0 seconds, got {hang_timeout:g}."
-            )
-        )
+        raise value_error(f"hang_timeout must be more than 0 seconds, got {hang_timeout:g}.")
     if progress.ADDRESS in os.environ:
         return
     if progress.is_reported():
-        raise ValueError(
-            format_error("watchdog", "this process is watched already.", fix="call it once.")
-        )
+        raise value_error("this process is watched already.", fix="call it once.")
     from jax._src.distributed import global_state
 
     client = global_state.client
@@ -89,17 +84,12 @@ def _start(count: int, timeout: float, port: int) -> str:
 
     The program ends when this process does.
     """
-    words = command("_watch", count, timeout, port, progress.listen_address())
-    program = subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    program = start("_watch", count, timeout, port, progress.listen_address())
     assert program.stdout is not None
     line = program.stdout.readline()
     if not line:
         fix = f"choose another port= than {port}." if port else "look at what it said above."
-        raise RuntimeError(
-            format_error("watchdog", "the program that watches could not be started.", fix=fix)
-        )
+        raise RuntimeError(error_text("the program that watches could not be started.", fix=fix))
     _running.append(program)
     return line
 

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,17 +94,15 @@ class Ledger:
         self._earlier = _read(self._path)
         self._highest_step = max((attempt.step for attempt in self._earlier), default=0)
         self._start_time = _start_of_job()
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, float] = defaultdict(float)
         previous = self._earlier[-1] if self._earlier else None
         is_restart = previous is not None and not previous.ended_well
         if previous is not None and is_restart:
             gap = max(0.0, self._start_time - previous.until)
             hung_seconds = min(gap, float(os.environ.get(HUNG_SECONDS, "0")))
-            self._seconds = {"hang": hung_seconds, "restart": gap - hung_seconds}
+            self._seconds |= {"hang": hung_seconds, "restart": gap - hung_seconds}
         self._first_cause = "restart" if is_restart else "start"
-        self._seconds[self._first_cause] = (
-            self._seconds.get(self._first_cause, 0.0) + time.time() - self._start_time
-        )
+        self._seconds[self._first_cause] += time.time() - self._start_time
         self._phase = "begin"
         self._phase_start = time.monotonic()
         self._step = 0
@@ -119,8 +118,7 @@ class Ledger:
         """
         progress.mark(phase, step)
         now = time.monotonic()
-        cause = self._cause()
-        self._seconds[cause] = self._seconds.get(cause, 0.0) + now - self._phase_start
+        self._seconds[self._cause()] += now - self._phase_start
         self._has_compiled = self._has_compiled or self._phase == "step"
         self._phase = phase
         self._phase_start = now
@@ -130,13 +128,13 @@ class Ledger:
     def total(self) -> Goodput:
         """Return the account so far, up to the last finished phase."""
         attempts = [*self._earlier, self._attempt(ended_well=False)]
-        sums: dict[str, float] = {}
+        sums: dict[str, float] = defaultdict(float)
         for attempt in attempts:
             for name, seconds in attempt.seconds.items():
-                sums[name] = sums.get(name, 0.0) + seconds
-        useful = sums.get("useful", 0.0)
+                sums[name] += seconds
+        useful = sums["useful"]
         total_seconds = max(sum(sums.values()), 1e-9)
-        lost = {name: sums[name] for name in CAUSES if sums.get(name, 0.0) > 0}
+        lost = {name: sums[name] for name in CAUSES if sums[name] > 0}
         return Goodput(useful / total_seconds, useful, total_seconds, lost, len(self._earlier))
 
     def write(self, *, ended_well: bool = False) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core import PyTree, TrainState, calling, quoted, type_error, value_error
+from shardopt.core import PyTree, TrainState, calling, path_text, quoted, type_error, value_error
 from shardopt.local_updates._state import PerReplica
 from shardopt.runtime._processes import gather_to_host
 from shardopt.step._inputs import put
@@ -89,8 +89,8 @@ def _injected_by_name(state: TrainState) -> dict[str, _Injected]:
         raise value_error("the optimizer state has no injected hyperparameters.", fix=_REMEDY)
     name_counts = Counter(name for _, name, _ in entries)
     return {
-        name if name_counts[name] == 1 else f"{path_text}/{name}".lstrip("/"): injected
-        for path_text, name, injected in entries
+        name if name_counts[name] == 1 else f"{path_of_state}/{name}".lstrip("/"): injected
+        for path_of_state, name, injected in entries
     }
 
 
@@ -103,10 +103,10 @@ def _injected_entries(prefix: _KeyPath, tree: PyTree) -> Iterator[tuple[str, str
     ):
         node_path = (*prefix, *path)
         if isinstance(node, PerReplica):
-            for path_text, name, injected in _injected_entries(
+            for path_of_state, name, injected in _injected_entries(
                 (*node_path, jax.tree_util.GetAttrKey("value")), node.value
             ):
-                yield path_text, name, injected._replace(per_replica=True)
+                yield path_of_state, name, injected._replace(per_replica=True)
             continue
         if not _is_injected(node):
             continue
@@ -114,12 +114,8 @@ def _injected_entries(prefix: _KeyPath, tree: PyTree) -> Iterator[tuple[str, str
         field = jax.tree_util.GetAttrKey("hyperparams")
         for name, value in node.hyperparams.items():
             value_path = (*node_path, field, jax.tree_util.DictKey(name))
-            path_text = jax.tree_util.keystr(node_path, simple=True, separator="/")
-            yield (
-                path_text,
-                name,
-                _Injected(value_path, value, name in scheduled, per_replica=False),
-            )
+            injected = _Injected(value_path, value, name in scheduled, per_replica=False)
+            yield path_text(node_path), name, injected
         yield from _injected_entries(
             (*node_path, jax.tree_util.GetAttrKey("inner_state")), node.inner_state
         )

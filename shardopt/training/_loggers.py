@@ -78,7 +78,10 @@ def open_log(log: Log | Sequence[Log] | None) -> Iterator[Log]:
 
     Loggers with a `close` method are closed at the end.
     """
-    loggers = [logger for logger in as_loggers(log) if _is_written_here(logger)]
+    is_first = jax.process_index() == 0
+    loggers = [
+        logger for logger in as_loggers(log) if is_first or getattr(logger, "every_process", False)
+    ]
 
     def write(step: int, metrics: Mapping[str, float]) -> None:
         for logger in loggers:
@@ -89,11 +92,6 @@ def open_log(log: Log | Sequence[Log] | None) -> Iterator[Log]:
             if callable(close := getattr(logger, "close", None)):
                 stack.callback(close)
         yield write
-
-
-def _is_written_here(logger: Log) -> bool:
-    """Return whether a logger is called on this process: on the first, or on all if it says so."""
-    return jax.process_index() == 0 or getattr(logger, "every_process", False)
 
 
 class _JsonLines:

@@ -42,8 +42,8 @@ class Meter:
 
     def __init__(
         self,
-        checkpoints: Checkpoints | None = None,
-        report_skipped: Callable[[int, int, dict[str, float]], None] = lambda *_: None,
+        checkpoints: Checkpoints | None,
+        report_skipped: Callable[[int, int, dict[str, float]], None],
     ):
         self._checkpoints = checkpoints
         self._report_skipped = report_skipped

@@ -21,6 +21,7 @@ from shardopt.core import (
     is_key,
     leaves_with_paths,
     plural,
+    replaced,
     type_error,
     value_error,
     with_leaves,
@@ -218,15 +219,13 @@ def _set_params(state: TrainState, values: PyTree) -> TrainState:
 
     def with_values(params):
         paths = [path for path, _ in param_leaves]
-        old_leaves, structure = jax.tree.flatten(params)
+        old_leaves = jax.tree.leaves(params)
         indices = [index for index, path in enumerate(paths) if path in value_by_path]
         placed = _place(
             [value_by_path[paths[index]] for index in indices],
             [old_leaves[index] for index in indices],
         )
-        for index, leaf in zip(indices, placed, strict=True):
-            old_leaves[index] = leaf
-        return structure.unflatten(old_leaves)
+        return with_leaves(params, replaced(old_leaves, indices, placed))
 
     if isinstance(state.opt_state, ReplicaStates):
         replica_params = PerReplica(with_values(state.opt_state.params.value))

@@ -421,7 +421,9 @@ def begin(
     rows = rows_of(arguments.opt.config, "fit")
     check_same_arguments(arguments, rows)
     stream = BatchStream(batches, rows, stop.turn.leavable)
-    meter = new_meter(arguments, display.say, write_log)
+    # a method of the run would make a cycle, and memory of the device would wait for the garbage
+    # collector
+    meter = Meter(arguments.checkpoints, partial(_report_skipped, display.say, write_log))
     falls_back = arguments.verification is not None
     saved = SavedStates(arguments.opt, arguments.checkpoints, display.say, falls_back)
     state, stopping_state, unfinished = saved.begin(state, stream, arguments.early_stopping)
@@ -469,14 +471,6 @@ def _with_turn_away(stop: Stop, write_log: Log) -> Log:
             write_log(step, metrics)
 
     return write
-
-
-def new_meter(arguments: Arguments, say: Callable[[str], None], write_log: Log) -> Meter:
-    """Return a meter, which reports skipped steps."""
-    # a method of the run would make a cycle, and memory of the device would wait for the garbage
-    # collector
-    report_skipped = partial(_report_skipped, say, write_log)
-    return Meter(arguments.checkpoints, report_skipped)
 
 
 def _report_skipped(
