@@ -41,9 +41,9 @@ from shardopt.mesh import (
     not_manual_axes,
     size_along,
 )
-from shardopt.nn._blocks_of_keys import attend
+from shardopt.nn._blocks_of_keys import Attention, Operands, attend
 from shardopt.nn._cpu import queries_at_a_time
-from shardopt.nn._exchange import Attention, GatheredKeys, exchanged_attention
+from shardopt.nn._exchange import GatheredKeys, exchanged_attention
 from shardopt.nn._ids import as_int32, integers
 from shardopt.nn._order import CONTEXT
 from shardopt.nn._regions import axes_of_roles, dividing_axes
@@ -207,12 +207,11 @@ def attention(
         _as_rows("positions", positions, {"[T]": query.shape[1:2], **rows}),
         _as_rows("segment_ids", segment_ids, rows),
     )
+    operands = Operands(query, key, value, marks, sinks)
     # The proof of rows reads plain operations, and no kernel. The mark tells it that this is
     # attention.
     if is_analysed():
-        return marked(ATTENTION, functools.partial(_plain_attention, rule=rule))(
-            query, key, value, marks, sinks
-        )
+        return marked(ATTENTION, functools.partial(_plain_attention, rule))(operands)
     mesh = mesh_under_trace()
     context_axes = tuple(axis for axis in axes_of_role(CONTEXT) if mesh.shape[axis] > 1)
     kernel = implementation or _default_implementation(query)
@@ -227,12 +226,12 @@ def attention(
         ring = ring_of((), 1, query.shape[1], rule, natural=False)
         run_attention = _pad_values(functools.partial(attend, ring))
     elif kernel == "xla":
-        return _plain_attention(query, key, value, marks, sinks, rule=rule)
+        return _plain_attention(rule, operands)
     else:
         run_attention = _kernel(kernel, rule)
         if kernel == "cudnn":
             run_attention = _pad_values(run_attention)
-    return _on_each_device(run_attention, query, key, value, marks, sinks)
+    return _on_each_device(run_attention, operands)
 
 
 @dataclass(frozen=True)
@@ -252,16 +251,10 @@ class _AttentionOverContext:
     implementation: Implementation | None
     method: Method | None
 
-    def __call__(
-        self,
-        query: Float[Array, "B T H K"],
-        key: Float[Array, "B T G K"],
-        value: Float[Array, "B T G K"],
-        marks: Marks,
-        sinks: Float[Array, " H"] | None,
-    ) -> Float[Array, "B T H K"]:
+    def __call__(self, operands: Operands) -> Float[Array, "B T H K"]:
+        query, key, *_ = operands
         size = jax.lax.axis_size(self.axes)
-        natural = marks.positions is None
+        natural = operands.marks.positions is None
         method = self.method or self._default_method(query, key, natural)
         if method == "all_gather":
             problem = "works on whole rows or the blocks of a ring, not by method='all_gather'"
@@ -272,9 +265,9 @@ class _AttentionOverContext:
                 problem=problem,
                 fix="use method='all_to_all' or 'ring'",
             )
-            return attend(GatheredKeys(self.axes, self.rule), query, key, value, marks, sinks)
+            return attend(GatheredKeys(self.axes, self.rule), operands)
         if method == "ring":
-            return attend(self._ring(query, natural), query, key, value, marks, sinks)
+            return attend(self._ring(query, natural), operands)
         # As many devices as divide the heads exchange them; over the others keys go around in
         # rings.
         degree = math.gcd(size, key.shape[2])
@@ -290,19 +283,17 @@ class _AttentionOverContext:
             raise value_error(problem, fix=fix)
         kernel = self.implementation or _default_implementation(query, size * query.shape[1])
         by_kernel = kernel == "splash" or (
-            kernel == "cudnn" and self.rule.softcap is None and sinks is None
+            kernel == "cudnn" and self.rule.softcap is None and operands.sinks is None
         )
         # Each device then has whole rows in order, for some heads: a kernel's own case.
         if natural and degree == size and by_kernel:
             run_attention = _kernel(kernel, self.rule)  # pyright: ignore[reportAssignmentType]
         else:
 
-            def run_attention(query, *others):  # pyright: ignore[reportRedeclaration]
-                return attend(self._ring(query, natural, degree), query, *others)
+            def run_attention(operands):  # pyright: ignore[reportRedeclaration]
+                return attend(self._ring(operands.query, natural, degree), operands)
 
-        return exchanged_attention(
-            self.axes, degree, query, key, value, marks, sinks, run_attention
-        )
+        return exchanged_attention(self.axes, degree, operands, run_attention)
 
     def _default_method(self, query: Array, key: Array, natural: bool) -> Method:
         size = jax.lax.axis_size(self.axes)
@@ -376,22 +367,18 @@ def choose_method(
     return "all_to_all" if kv_heads % size == 0 and exchange <= ring else "ring"
 
 
-def _pad_values(
-    run_attention: Attention,
-) -> Attention:
+def _pad_values(run_attention: Attention) -> Attention:
     """Return attention for values narrower than keys: pad values with zeros, and cut the result to
     their width.
     """
 
-    def padded_attention(
-        query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None
-    ) -> Array:
-        value_width = value.shape[3]
-        key_width = query.shape[3]
-        if value_width == key_width:
-            return run_attention(query, key, value, marks, sinks)
-        value = jnp.pad(value, ((0, 0),) * 3 + ((0, key_width - value_width),))
-        return run_attention(query, key, value, marks, sinks)[..., :value_width]
+    def padded_attention(operands: Operands) -> Array:
+        value_width = operands.value.shape[3]
+        padding = operands.query.shape[3] - value_width
+        if not padding:
+            return run_attention(operands)
+        value = jnp.pad(operands.value, ((0, 0),) * 3 + ((0, padding),))
+        return run_attention(operands._replace(value=value))[..., :value_width]
 
     return padded_attention
 
@@ -418,15 +405,8 @@ def _as_rows(name: str, ids: Array | None, shapes: dict[str, tuple[int, ...]]) -
     return as_int32(array).reshape(-1, array.shape[-1])
 
 
-def _plain_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    marks: Marks,
-    sinks: Array | None = None,
-    *,
-    rule: MaskRule,
-) -> Array:
+def _plain_attention(rule: MaskRule, operands: Operands) -> Array:
+    query, key, value, marks, sinks = operands
     length = query.shape[1]
     mask = _mask(marks, rule, length)
 
@@ -604,16 +584,15 @@ def _default_implementation(query: Array, length: int | None = None) -> Implemen
     return "cudnn"
 
 
-def _on_each_device(
-    run: Attention, query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None
-) -> Array:
+def _on_each_device(run: Attention, operands: Operands) -> Array:
     """Call `run` on local rows, positions and heads, in a region that is manual over every axis
     that is still automatic.
     """
     mesh = mesh_under_trace()
     auto_axes = not_manual_axes()
     if is_local():
-        return run(query, key, value, marks, sinks)
+        return run(operands)
+    query, key, _, marks, sinks = operands
     row_axes = dividing_axes(query.shape[0], auto_axes, "replica", "data", "expert")
     position_axes = axes_of_roles(auto_axes, CONTEXT)
     head_axes = axes_of_roles(auto_axes, TENSOR)
@@ -639,17 +618,24 @@ def _on_each_device(
     sinks_spec = None if sinks is None else PartitionSpec(head_axes)
     specs = (spec, kv_spec, kv_spec, mark_specs, sinks_spec)
     region = jax.shard_map(
-        run, in_specs=specs, out_specs=spec, axis_names=auto_axes, check_vma=False
+        lambda *arrays: run(Operands(*arrays)),
+        in_specs=specs,
+        out_specs=spec,
+        axis_names=auto_axes,
+        check_vma=False,
     )
-    return region(query, key, value, marks, sinks)
+    return region(*operands)
 
 
 def _kernel(implementation: Implementation, rule: MaskRule) -> Attention:
     """Return the kernel as a function, for rows in natural order."""
     kernel = splash_attention if implementation == "splash" else _cudnn
-    return lambda query, key, value, marks, sinks: kernel(
-        query, key, value, marks.segments, sinks, rule
-    )
+
+    def run(operands: Operands) -> Array:
+        query, key, value, marks, sinks = operands
+        return kernel(query, key, value, marks.segments, sinks, rule)
+
+    return run
 
 
 def _cudnn(

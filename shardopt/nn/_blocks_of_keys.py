@@ -3,7 +3,8 @@ output, and the keys come again.
 """
 
 import functools
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import jax
 from jax import lax
@@ -22,6 +23,27 @@ from shardopt.kernels._flash import (
 )
 
 
+class Operands(NamedTuple):
+    """The arrays of attention.
+
+    Attributes:
+      query: [B, T, H, K].
+      key: [B, T, G, K].
+      value: [B, T, G, V].
+      marks: the positions and segments of the T tokens.
+      sinks: [H], or None.
+    """
+
+    query: Float[Array, "B T H K"]
+    key: Float[Array, "B T G K"]
+    value: Float[Array, "B T G V"]
+    marks: Marks
+    sinks: Float[Array, " H"] | None
+
+
+Attention = Callable[[Operands], Float[Array, "B T H V"]]
+
+
 class Blocks(Protocol):
     """How the keys of all devices come to the queries of this one. It is hashable."""
 
@@ -34,15 +56,9 @@ class Blocks(Protocol):
         ...
 
 
-def attend(
-    blocks: Blocks,
-    query: Float[Array, "B T H K"],
-    key: Float[Array, "B T G K"],
-    value: Float[Array, "B T G K"],
-    marks: Marks,
-    sinks: Float[Array, " H"] | None,
-) -> Float[Array, "B T H K"]:
-    """Return attention of these queries over the keys of all devices."""
+def attend(blocks: Blocks, operands: Operands) -> Float[Array, "B T H K"]:
+    """Return attention of these queries over the keys of all devices; values are as wide as keys."""
+    query, key, value, marks, sinks = operands
     return heads_last(_attend(blocks, *heads_first(query, key, value), marks, sinks))
 
 

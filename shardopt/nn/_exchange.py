@@ -3,7 +3,6 @@ for heads.
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -22,19 +21,15 @@ from shardopt.kernels._flash import (
     empty_state,
     gradients,
 )
+from shardopt.nn._blocks_of_keys import Attention, Operands
 
 Axes = tuple[str, ...]
-Attention = Callable[[Array, Array, Array, Marks, Array | None], Array]
 
 
 def exchanged_attention(
     axes: Axes,
     degree: int,
-    query: Float[Array, "B T H K"],
-    key: Float[Array, "B T G K"],
-    value: Float[Array, "B T G K"],
-    marks: Marks,
-    sinks: Float[Array, " H"] | None,
+    operands: Operands,
     run: Attention,
 ) -> Float[Array, "B T H K"]:
     """Exchange heads for positions among `degree` neighbours, attend, and exchange back.
@@ -45,14 +40,12 @@ def exchanged_attention(
       axes: names of the context axis.
       degree: a divisor of the size of the axis and of G: device i has outer index i // degree,
         inner index i % degree.
-      query: [B, T, H, K], T positions of this device.
-      key: [B, T, G, K].
-      value: [B, T, G, K].
-      marks: the marks of these positions.
-      sinks: the sinks of all H heads.
+      operands: T positions of this device, and the sinks of all H heads; values are as wide as
+        keys.
       run: attention of [B, degree T, H / degree, K] and so on; it includes the ring across groups,
         if there are several.
     """
+    query, key, value, marks, sinks = operands
     size = lax.axis_size(axes)
     groups = None
     if degree < size:
@@ -72,7 +65,7 @@ def exchanged_attention(
     if sinks is not None:  # the sinks of this device's heads
         count = sinks.shape[0] // degree
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axes) % degree * count, count)
-    mixed = run(to_heads(query), to_heads(key), to_heads(value), marks, sinks)
+    mixed = run(Operands(to_heads(query), to_heads(key), to_heads(value), marks, sinks))
     return lax.all_to_all(
         mixed, axis_name=axes, split_axis=1, concat_axis=2, axis_index_groups=groups, tiled=True
     )
