@@ -41,6 +41,11 @@ class Module(NamedTuple):
     entry: str
     computations: dict[str, tuple[Instruction, ...]]
 
+    @property
+    def instructions(self) -> list[Instruction]:
+        """The instructions of all computations, in the order of the text."""
+        return [line for lines in self.computations.values() for line in lines]
+
 
 def parse(text: str) -> Module:
     """Parse the text of an optimised or unoptimised HLO module."""
@@ -81,13 +86,13 @@ def _not_a_module(reason: str) -> ValueError:
     return ValueError(format_error("audit", problem, fix=fix))
 
 
-def header_count(header: str, attribute: str) -> int:
-    """Return a number from the first line of a module, such as `num_partitions`.
-
-    1 if it is not there.
-    """
-    match = re.search(rf"\b{attribute}=(\d+)", header)
-    return int(match[1]) if match else 1
+def sizes_of_program(module: Module) -> tuple[int, int]:
+    """Return the number of replicas, and of partitions of each; 1 if the first line does not say."""
+    replicas, partitions = (
+        re.search(rf"\b{attribute}=(\d+)", module.header)
+        for attribute in ("replica_count", "num_partitions")
+    )
+    return int(replicas[1]) if replicas else 1, int(partitions[1]) if partitions else 1
 
 
 def aliases(header: str) -> list[tuple[tuple[int, ...], int]]:

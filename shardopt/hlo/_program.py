@@ -5,7 +5,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -21,11 +21,11 @@ from shardopt.hlo._hlo_text import (
     WindowDim,
     array_shape,
     attributes,
-    header_count,
     nbytes,
     numbers,
     operands,
     parse,
+    sizes_of_program,
     tiled_nbytes,
     window_dims,
 )
@@ -33,7 +33,6 @@ from shardopt.hlo._report import Audit
 from shardopt.hlo._walk import (
     MEGASCALE,
     CollectiveSite,
-    HasTicks,
     callees,
     check_schedule,
     collectives_of,
@@ -42,9 +41,9 @@ from shardopt.hlo._walk import (
     unread_starts,
 )
 from shardopt.hlo.proof._prove import source_of
+from shardopt.hlo.proof._shardings import known_mesh, mesh_sizes
 from shardopt.hlo.proof._text import text_of
-
-Devices = tuple[jax.Device, ...]
+from shardopt.pipeline import Schedule
 
 
 class CanLower(Protocol):
@@ -61,7 +60,7 @@ def audit(
     program: CanLower | Lowered | Compiled | str,
     *args: PyTree,
     mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
-    schedule: HasTicks | None = None,
+    schedule: Schedule | None = None,
 ) -> Audit:
     """Read the collectives of a program: kind, mesh axes, bytes, calls, inside a loop or not.
 
@@ -109,7 +108,7 @@ def audit(
       bfloat16 and float8 before a collective. XLA:TPU narrows gathered weights to the dtype of its
       matrix units. All compilers merge, hoist and pad collectives.
     """
-    if schedule is not None and not isinstance(schedule, HasTicks):
+    if schedule is not None and not isinstance(schedule, Schedule):
         fix = (
             "pass opt.config.schedule, or one of so.schedules made for these stages and"
             " micro-batches."
@@ -149,7 +148,7 @@ class CompiledProgram(NamedTuple):
     replicas: int
     partitions: int
     slices: int
-    devices: Devices
+    devices: tuple[jax.Device, ...]
     compiled: Compiled | None
     lowered: Lowered | None
 
@@ -172,22 +171,18 @@ def read_program(
     """
     text, compiled, lowered = _compiled_text(program, args)
     module = parse(text)
-    replicas, partitions = (
-        header_count(module.header, attribute) for attribute in ("replica_count", "num_partitions")
-    )
-    known_mesh = mesh if mesh is not None else _known_mesh(compiled, args)
-    if known_mesh is None and replicas * partitions > 1 and any(collectives_of(module)):
+    replicas, partitions = sizes_of_program(module)
+    found = known_mesh(mesh, _shardings(compiled, args))
+    if found is None and replicas * partitions > 1 and any(collectives_of(module)):
         problem = (
             f"cannot tell the mesh of this program on {replicas * partitions} devices, none of its"
             " inputs has one."
         )
         raise value_error(problem, fix="pass mesh=, the mesh it was compiled for.")
-    sizes = dict(
-        known_mesh.shape if isinstance(known_mesh, Mesh | AbstractMesh) else known_mesh or {}
-    )
+    sizes = mesh_sizes(found)
     slices = _check_devices(sizes, replicas * partitions, several_slices=MEGASCALE in text)
     _check_order(mesh, compiled)
-    devices = tuple(known_mesh.devices.flat) if isinstance(known_mesh, Mesh) else ()
+    devices = tuple(found.devices.flat) if isinstance(found, Mesh) else ()
     return CompiledProgram(
         text, module, sizes, replicas, partitions, slices, devices, compiled, lowered
     )
@@ -256,17 +251,12 @@ def _check_placed(lowered: Lowered, args: tuple[PyTree, ...]) -> None:
         raise value_error(problem, unplaced, fix)
 
 
-def _known_mesh(compiled: Compiled | None, args: tuple[PyTree, ...]) -> Mesh | AbstractMesh | None:
-    """Return the mesh of the first `NamedSharding` of a program or its arguments."""
-    shardings = (
-        []
-        if compiled is None
-        else jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    )
-    shardings += [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
-    return next(
-        (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None
-    )
+def _shardings(compiled: Compiled | None, args: tuple[PyTree, ...]) -> list[Any]:
+    """Return the shardings of a program and its arguments; None for an argument that has none."""
+    of_args = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
+    if compiled is None:
+        return of_args
+    return jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)) + of_args
 
 
 def _check_devices(sizes: dict[str, int], devices: int, *, several_slices: bool) -> int:
@@ -350,34 +340,20 @@ def memory(compiled: Compiled) -> Memory:
     )
 
 
-def argument_padding(program: Compiled | str) -> int:
+def argument_padding(text: str) -> int:
     """Return the bytes of padding in the inputs of a program on one device.
 
     XLA:TPU stores the last two dims of an array in tiles, of 8 x 128 numbers for fp32. Shards that
     are smaller than a tile are padded. Other platforms add no padding.
     """
-    inputs = TUPLE_INDEX.sub(
-        "", _header(program).partition("entry_computation_layout={")[2].partition("->")[0]
-    )
+    listed = text.partition("entry_computation_layout={")[2].partition("->")[0]
+    inputs = TUPLE_INDEX.sub("", listed)
     return tiled_nbytes(inputs) - nbytes(inputs) if inputs.startswith("(") else 0
-
-
-def _text(program: Compiled | str) -> str:
-    return program if isinstance(program, str) else program.as_text() or ""
-
-
-def _header(program: Compiled | str) -> str:
-    """Return the `HloModule` line. Other lines are not read, because programs are long."""
-    match = _HEADER.search(_text(program))
-    return match[0] if match else ""
-
-
-_HEADER = re.compile(r"^HloModule.*", re.MULTILINE)
 
 
 @calling("inner_product_flops")
 def inner_product_flops(
-    program: Compiled | str, *, schedule: HasTicks | None = None
+    program: Compiled | str, *, schedule: Schedule | None = None
 ) -> float | None:
     """Return the multiplications and additions in inner products of one device in one execution of
     a program.
@@ -408,7 +384,7 @@ def inner_product_flops(
       with their trip counts, branches as their most expensive one. `compiled.cost_analysis()`
       counts each loop once.
     """
-    module = parse(_text(program))
+    module = parse(program if isinstance(program, str) else program.as_text() or "")
     check_schedule(module, schedule)
     # the outermost loop over the ticks belongs to the schedule; loops inside it are counted without
     # the schedule
@@ -431,7 +407,7 @@ class _Flops(NamedTuple):
 
 
 def _computation(
-    module: Module, name: str, flops: Callable[[str, bool], _Flops], schedule: HasTicks | None
+    module: Module, name: str, flops: Callable[[str, bool], _Flops], schedule: Schedule | None
 ) -> _Flops:
     lines = module.computations.get(name, ())
     shapes = {line.name: line.shape for line in lines}

@@ -3,10 +3,11 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 from shardopt.core import value_error
 from shardopt.hlo._hlo_text import Instruction, Module, attributes, operands, root_of
+from shardopt.pipeline import Schedule
 from shardopt.trace._marks import ONE_TURN
 
 KINDS = (
@@ -18,28 +19,6 @@ KINDS = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-
-
-@runtime_checkable
-class HasTicks(Protocol):
-    """The sizes of a pipeline's schedule: its program is a loop of `num_ticks`, with a branch for
-    each pass.
-    """
-
-    @property
-    def num_ticks(self) -> int:
-        """The trip count of the loop."""
-        ...
-
-    @property
-    def num_micro_batches(self) -> int:
-        """The number of micro-batches that pass through each chunk."""
-        ...
-
-    @property
-    def num_chunks(self) -> int:
-        """The number of chunks per stage."""
-        ...
 
 
 class CollectiveSite(NamedTuple):
@@ -68,7 +47,7 @@ class CollectiveSite(NamedTuple):
         return any(self.branches)
 
 
-def collectives_of(module: Module, schedule: HasTicks | None = None) -> Iterator[CollectiveSite]:
+def collectives_of(module: Module, schedule: Schedule | None = None) -> Iterator[CollectiveSite]:
     """Yield the collectives that the entry computation reaches.
 
     A collective that two calls reach is yielded twice.
@@ -80,7 +59,7 @@ def collectives_of(module: Module, schedule: HasTicks | None = None) -> Iterator
         yield site if schedule is None else _with_scheduled_count(site, schedule)
 
 
-def times_taken(trip_count: int, schedule: HasTicks | None) -> int:
+def times_taken(trip_count: int, schedule: Schedule | None) -> int:
     """Return how often a branch directly in a loop counts.
 
     In the loop over ticks it counts once per micro-batch and chunk, in other loops in every
@@ -91,7 +70,7 @@ def times_taken(trip_count: int, schedule: HasTicks | None) -> int:
     return schedule.num_micro_batches * schedule.num_chunks
 
 
-def check_schedule(module: Module, schedule: HasTicks | None) -> None:
+def check_schedule(module: Module, schedule: Schedule | None) -> None:
     """Raise an error if no loop of the program can be the loop over the schedule's ticks."""
     if schedule is None or schedule.num_ticks == 1:  # XLA removes a loop of one iteration
         return
@@ -114,7 +93,7 @@ def check_schedule(module: Module, schedule: HasTicks | None) -> None:
     raise value_error(problem, fix=fix)
 
 
-def _with_scheduled_count(site: CollectiveSite, schedule: HasTicks) -> CollectiveSite:
+def _with_scheduled_count(site: CollectiveSite, schedule: Schedule) -> CollectiveSite:
     if schedule.num_ticks not in site.loops:
         return site
     tick_loop = site.loops.index(schedule.num_ticks)
@@ -236,8 +215,7 @@ def unread_starts(module: Module) -> tuple[str, ...]:
     reaching = computations_with_collectives(module)
     return tuple(
         line.name
-        for lines in module.computations.values()
-        for line in lines
+        for line in module.instructions
         if line.opcode.endswith("-start")
         and ON_SPARSE_CORE in line.arguments
         and reaching.isdisjoint(callees(line))
@@ -262,21 +240,17 @@ def _with_caller(
     if caller.opcode in ("async-start", "call-start", "custom-call-start"):
         return site._replace(asynchronous=True)
     if caller.opcode == "fusion":
-        is_scatter = site.kind == "all-reduce" and _returns_a_slice(
-            module, callee, site.instruction
+        root = root_of(module, callee)
+        is_scatter = (
+            site.kind == "all-reduce"
+            and root.opcode == "dynamic-slice"
+            and operands(root)[0] == site.instruction.name
         )
         return site._replace(
             kind="reduce-scatter" if is_scatter else site.kind,
             asynchronous=site.asynchronous or chain_of(site.instruction) is not None,
         )
     return site
-
-
-def _returns_a_slice(module: Module, name: str, instruction: Instruction) -> bool:
-    return any(
-        line.is_root and line.opcode == "dynamic-slice" and operands(line)[0] == instruction.name
-        for line in module.computations[name]
-    )
 
 
 def chain_of(instruction: Instruction) -> str | None:
@@ -317,26 +291,34 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
         return int(known[1])
     if _NAMED.search(loop.arguments):
         return 1
-    words = attributes(loop)
-    condition, body = (_root(module, words[key].lstrip("%")) for key in ("condition", "body"))
-    limit = _limit(module, condition)
-    if limit is None:
+    try:
+        return _counted(module, computation, loop)
+    except _UnknownError:
         return None
-    counter, end, upwards = limit
-    initial = _Reference(computation, operands(loop)[0])
-    start, step = (
-        _linear(module, _tuple_element(module, state, counter)) for state in (initial, body)
-    )
-    if start is None or start.slot is not None:
-        return None
-    if step is None or step.slot != counter or step.plus == 0:
-        return None
-    return len(range(start.plus, end, step.plus)) if upwards == (step.plus > 0) else None
 
 
 _NAMED = re.compile(rf'op_name="[^"]*/{ONE_TURN}/while"')
 _KNOWN = re.compile(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)')
 _TRANSPARENT = ("bitcast", "convert", "copy")
+
+
+class _UnknownError(Exception):
+    """A number does not follow from the text."""
+
+
+def _counted(module: Module, computation: str, loop: Instruction) -> int:
+    """Return the number of iterations from the loop's counter."""
+    words = attributes(loop)
+    condition, body = (_root(module, words[key].lstrip("%")) for key in ("condition", "body"))
+    counter, end, upwards = _limit(module, condition)
+    initial = _Reference(computation, operands(loop)[0])
+    start, step = (
+        _linear(module, _tuple_element(module, state, counter)) for state in (initial, body)
+    )
+    counts_towards_end = step.plus > 0 if upwards else step.plus < 0
+    if start.slot is not None or step.slot != counter or not counts_towards_end:
+        raise _UnknownError
+    return len(range(start.plus, end, step.plus))
 
 
 class _Reference(NamedTuple):
@@ -356,34 +338,26 @@ class _Linear(NamedTuple):
     plus: int
 
 
-def _limit(module: Module, condition: _Reference | None) -> tuple[int, int, bool] | None:
+def _limit(module: Module, condition: _Reference) -> tuple[int, int, bool]:
     """Return the counter of a loop as an element of its state, the number at which the loop ends,
     and whether it turns below that number, or above.
-
-    None if the condition does not compare a counter to a constant.
     """
     comparison, compared = _followed(module, condition)
-    if comparison is None or comparison.opcode != "compare":
-        return None
+    if comparison.opcode != "compare":
+        raise _UnknownError
     direction = attributes(comparison)["direction"]
     lhs, rhs = (_linear(module, operand) for operand in compared)
-    if lhs is None or rhs is None:
-        return None
     if lhs.slot is None:  # put the counter on the left
         lhs, rhs, direction = rhs, lhs, _MIRRORED.get(direction, "")
     if lhs.slot is None or lhs.plus or rhs.slot is not None or direction not in _MIRRORED:
-        return None
+        raise _UnknownError
     end = rhs.plus + {"LE": 1, "GE": -1}.get(direction, 0)
     return lhs.slot, end, direction in ("LT", "LE")
 
 
-def _followed(
-    module: Module, reference: _Reference | None
-) -> tuple[Instruction | None, tuple[_Reference, ...]]:
+def _followed(module: Module, reference: _Reference) -> tuple[Instruction, tuple[_Reference, ...]]:
     """Return the instruction behind copies, calls and their arguments, and its operands."""
     line = _instruction_at(module, reference)
-    if reference is None or line is None:
-        return None, ()
     inputs = tuple(
         _Reference(reference.computation, name, reference.arguments) for name in operands(line)
     )
@@ -393,52 +367,39 @@ def _followed(
         return _followed(module, reference.arguments[int(inputs[0].name)])
     if line.opcode in ("fusion", "call"):
         root = _root(module, callees(line)[0])
-        return _followed(module, root and root._replace(arguments=inputs))
+        return _followed(module, root._replace(arguments=inputs))
     return line, inputs
 
 
-def _linear(module: Module, reference: _Reference | None) -> _Linear | None:
-    """Evaluate the arithmetic of loop counters: constants, elements of the state and additions.
-
-    Return None for other values.
-    """
+def _linear(module: Module, reference: _Reference) -> _Linear:
+    """Evaluate the arithmetic of loop counters: constants, elements of the state and additions."""
     line, inputs = _followed(module, reference)
-    if line is None:
-        return None
-    if line.opcode == "constant":
-        literal = inputs[0].name
-        return _Linear(None, int(literal)) if re.fullmatch(r"-?\d+", literal) else None
-    if line.opcode == "get-tuple-element":
-        source, _ = _followed(module, inputs[0])
-        is_state = source is not None and source.opcode == "parameter"
-        return _Linear(int(attributes(line)["index"]), 0) if is_state else None
-    if line.opcode != "add":
-        return None
-    lhs, rhs = (_linear(module, operand) for operand in inputs)
-    if lhs is None or rhs is None or None not in (lhs.slot, rhs.slot):
-        return None
-    return _Linear(rhs.slot if lhs.slot is None else lhs.slot, lhs.plus + rhs.plus)
+    if line.opcode == "constant" and re.fullmatch(r"-?\d+", inputs[0].name):
+        return _Linear(None, int(inputs[0].name))
+    if line.opcode == "get-tuple-element" and _followed(module, inputs[0])[0].opcode == "parameter":
+        return _Linear(int(attributes(line)["index"]), 0)
+    if line.opcode == "add":
+        lhs, rhs = (_linear(module, operand) for operand in inputs)
+        if None in (lhs.slot, rhs.slot):
+            return _Linear(rhs.slot if lhs.slot is None else lhs.slot, lhs.plus + rhs.plus)
+    raise _UnknownError
 
 
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
 
 
-def _instruction_at(module: Module, reference: _Reference | None) -> Instruction | None:
-    lines = module.computations.get(reference.computation, ()) if reference else ()
-    return next((line for line in lines if reference and line.name == reference.name), None)
+def _instruction_at(module: Module, reference: _Reference) -> Instruction:
+    lines = module.computations[reference.computation]
+    return next(line for line in lines if line.name == reference.name)
 
 
-def _root(module: Module, computation: str) -> _Reference | None:
-    is_known = computation in module.computations
-    return _Reference(computation, root_of(module, computation).name) if is_known else None
+def _root(module: Module, computation: str) -> _Reference:
+    return _Reference(computation, root_of(module, computation).name)
 
 
-def _tuple_element(module: Module, reference: _Reference | None, index: int) -> _Reference | None:
-    """Return element `index` of the tuple that an instruction builds.
-
-    None if it builds no tuple.
-    """
+def _tuple_element(module: Module, reference: _Reference, index: int) -> _Reference:
+    """Return element `index` of the tuple that an instruction builds."""
     instruction = _instruction_at(module, reference)
-    if reference is None or instruction is None or instruction.opcode != "tuple":
-        return None
+    if instruction.opcode != "tuple":
+        raise _UnknownError
     return _Reference(reference.computation, operands(instruction)[index])

@@ -268,9 +268,7 @@ def _described(result: int, error: float, site: ResultDifference | None) -> Resu
 
 
 def _refusal(interpreter: Interpreter, reference: Reference) -> str:
-    lines = (
-        line for computation in interpreter.module.computations.values() for line in computation
-    )
+    lines = interpreter.module.instructions
     numbers = sum(math.prod(array_shape(array)) for line in lines for array in _computed(line))
     numbers *= interpreter.num_devices
     if numbers > MAX_NUMBERS:
@@ -354,7 +352,7 @@ def folded_constants(module: Module, written: Module) -> dict[float, float]:
 def _constants(module: Module) -> tuple[set[str], set[float]]:
     types = set()
     numbers = set()
-    for line in (line for lines in module.computations.values() for line in lines):
+    for line in module.instructions:
         types.add(line.shape.partition("[")[0])
         if line.opcode == "constant" and _FLOAT.match(line.shape):
             number = float(line.arguments.partition(")")[0])

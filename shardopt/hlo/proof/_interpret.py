@@ -12,7 +12,14 @@ import jax
 import numpy as np
 
 from shardopt.hlo._collective import Groups, permute_pairs, replica_groups
-from shardopt.hlo._hlo_text import Instruction, Module, end_of, entry_parameters, root_of
+from shardopt.hlo._hlo_text import (
+    Instruction,
+    Module,
+    end_of,
+    entry_parameters,
+    root_of,
+    sizes_of_program,
+)
 from shardopt.hlo._walk import branches_of
 from shardopt.hlo.proof import _interpret_collectives as collectives
 from shardopt.hlo.proof._interpret_numpy import (
@@ -30,7 +37,7 @@ from shardopt.hlo.proof._interpret_numpy import (
     widened,
 )
 from shardopt.hlo.proof._interpret_shards import cut, read_literal, written_shardings
-from shardopt.hlo.proof._lines import Line, combiner, lines_of, read_shape, sizes_of_program
+from shardopt.hlo.proof._lines import Line, combiner, lines_of, read_shape
 from shardopt.hlo.proof._opened import opened
 from shardopt.trace._primitives import words
 

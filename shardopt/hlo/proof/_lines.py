@@ -15,9 +15,9 @@ from shardopt.hlo._hlo_text import (
     attributes,
     cached,
     elements,
-    header_count,
     numbers,
     operands,
+    sizes_of_program,
 )
 
 _BITS = (8, 16, 32, 64)
@@ -195,14 +195,6 @@ def combiner(instructions: Sequence[Any]) -> str | None:
     sources = [source(name) for name in operands(root) if name in lines]
     read = sorted(operands(line)[0] for line in sources if line.opcode == "parameter")
     return root.opcode if read == ["0", "1"] and len(sources) == 2 else None
-
-
-def sizes_of_program(module: Module) -> tuple[int, int]:
-    """Return the number of replicas, and of partitions of each."""
-    return (
-        header_count(module.header, "replica_count"),
-        header_count(module.header, "num_partitions"),
-    )
 
 
 def read_lines(module: Module) -> dict[str, tuple[Line, ...]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import jax
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh, Sharding
 from jax.stages import Compiled, Lowered
 
 from shardopt.core import format_error
@@ -19,17 +19,18 @@ from shardopt.hlo._hlo_text import (
     entry_parameters,
     parse,
     root_of,
+    sizes_of_program,
 )
 from shardopt.hlo.proof._aliases import faults_of_aliases
 from shardopt.hlo.proof._compare import Comparison, Reference, compare
 from shardopt.hlo.proof._computations import Derivation, flat
 from shardopt.hlo.proof._interpret_shards import written_shardings
-from shardopt.hlo.proof._lines import read_lines, sizes_of_program
+from shardopt.hlo.proof._lines import read_lines
 from shardopt.hlo.proof._locate import ResultDifference, is_collective
 from shardopt.hlo.proof._opened import opened
 from shardopt.hlo.proof._proof import Proof, UncoveredInstruction, Verdict
 from shardopt.hlo.proof._report import describe
-from shardopt.hlo.proof._shardings import sharded
+from shardopt.hlo.proof._shardings import known_mesh, mesh_sizes, sharded
 from shardopt.hlo.proof._text import full_text, text_of
 from shardopt.hlo.proof._value import (
     INPUT,
@@ -129,7 +130,7 @@ def prove(
     text = source.text
     inputs = source.inputs
     outputs = source.outputs
-    sizes = _mesh_sizes(mesh, inputs, outputs)
+    sizes = mesh_sizes(known_mesh(mesh, (*(inputs or ()), *(outputs or ()))))
     # Two witnesses: `_derive` follows shardings by rules, `compare` interprets numbers. Neither
     # uses the other; see docs/notes/compiled_proof.md.
     written = parse(text)
@@ -139,7 +140,7 @@ def prove(
         inputs = written_shardings(parameters, math.prod(sizes_of_program(module)))
     derived_faults, sums_of_constants = _derive(module, inputs, outputs)
     # These lines are of the module as XLA wrote it: a report names no line of an opened fusion.
-    instructions = [line for lines in written.computations.values() for line in lines]
+    instructions = written.instructions
     # where a donated argument is overwritten before it is read
     faults = {
         Fault(True, _place(line, instructions), reason)
@@ -204,8 +205,8 @@ def _place(instruction: Instruction, instructions: Sequence[Instruction]) -> int
 
 def _faults_of_range(reference: Reference, instructions: Sequence[Instruction]) -> Set[Fault]:
     """Return the casts to float16 in a program that was given without that type: they overflow."""
-    lines = [line for rows in reference.interpreter.module.computations.values() for line in rows]
-    if any(line.shape.startswith("f16[") for line in lines):
+    given = reference.interpreter.module.instructions
+    if any(line.shape.startswith("f16[") for line in given):
         return set()
     reason = (
         "it rounds to float16, whose largest number is 65504, where the given program does not."
@@ -236,17 +237,6 @@ def _whole_source(
         outputs or program.outputs,
         lowered or program.lowered,
     )
-
-
-def _mesh_sizes(
-    mesh: Mesh | Mapping[str, int] | None, *shardings: Sequence[Sharding | str] | None
-) -> dict[str, int]:
-    """Return mesh axis -> size, by default of the mesh of the first `NamedSharding`."""
-    listed = [sharding for group in shardings for sharding in group or ()]
-    named = next((s.mesh for s in listed if isinstance(s, NamedSharding)), None)
-    if mesh is None and isinstance(named, Mesh):
-        mesh = named
-    return dict(mesh.shape if isinstance(mesh, Mesh) else mesh or {})
 
 
 def _derive(

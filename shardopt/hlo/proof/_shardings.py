@@ -1,13 +1,29 @@
 """The pieces that each device holds by a sharding."""
 
 import math
+from collections.abc import Iterable, Mapping
 
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from shardopt.core import format_error
 from shardopt.hlo.proof._interpret_shards import tile_of_device
 from shardopt.hlo.proof._value import DerivedValue, Dim, Factor, Hidden, Positions, merged_hidden
+
+AnyMesh = Mesh | AbstractMesh | Mapping[str, int] | None
+"""A mesh, or mesh axis -> size; None if it is unknown."""
+
+
+def known_mesh(mesh: AnyMesh, shardings: Iterable[object]) -> AnyMesh:
+    """Return a mesh, by default that of the first `NamedSharding`."""
+    if mesh is not None:
+        return mesh
+    return next((s.mesh for s in shardings if isinstance(s, NamedSharding)), None)
+
+
+def mesh_sizes(mesh: AnyMesh) -> dict[str, int]:
+    """Return mesh axis -> size; none if the mesh is unknown."""
+    return dict(mesh.shape if isinstance(mesh, Mesh | AbstractMesh) else mesh or {})
 
 
 def sharding_text(sharding: Sharding | str, rank: int, devices: int) -> str:
