@@ -32,6 +32,8 @@ ADDITIVE = frozenset(["add", "sub", "add_any", "complex"])
 """f(a + c, b + d) = f(a, b) + f(c, d), and f(r a, r b) = r f(a, b)."""
 SELECT = "select_n"
 
+_INDEX_DTYPES = ("int32", "uint32", "int64", "uint64")
+
 
 def elementwise(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Return the relations of the results of an equation that works entry by entry."""
@@ -152,12 +154,12 @@ def _elementwise(site: EquationPair, relations: Sequence[Relation]) -> Relation:
         ) != sizes_of_dim(site.result_shapes(), relation.dim):
             return site.unknown("position")
     name = site.name
-    if (
-        len(relations) == 1
-        and isinstance(relations[0], Columns)
-        and (name == "copy" or (name == "convert_element_type" and site.dtype.itemsize >= 4))
-    ):
-        return relations[0]  # numbers of rows are below 2^31
+    # numbers of rows are below 2^31
+    keeps_numbers = name == "copy" or (
+        name == "convert_element_type" and site.dtype in _INDEX_DTYPES
+    )
+    if len(relations) == 1 and isinstance(relations[0], Columns) and keeps_numbers:
+        return relations[0]
     if name in ADDITIVE:
         return join(site, relations)
     operands = resolve_numbers(site, relations)

@@ -232,7 +232,7 @@ def _scan_over_rows(
     unscaled &= all(relation == Split(0) or is_exactly_same(relation) for relation in scanned)
     body = open_jaxpr(bodies[0])
     turn_operands = [
-        Same(keys=relation.keys) if isinstance(relation, Same) else Same()
+        relation if is_exactly_same(relation) else Same()
         for relation in resolve_numbers(site, relations)
     ]
     # a turn has another row on each device, which a collective would combine

@@ -147,6 +147,10 @@ BY_RULES = {
 }
 
 
+def from_numbers(words):
+    return jax.random.wrap_key_data(words.astype(jnp.uint32))
+
+
 def stacked(key_of_turn, in_a_list=lambda keys: keys):
     """Return a loss that draws with the keys of two turns."""
 
@@ -180,6 +184,18 @@ REUSED = {
     ),
     "before a scan over rows": lambda p, b, rng: jnp.mean(
         jax.lax.map(lambda x: uniform(rng) + 0 * x[0], b["x"]) * uniform(rng, (rows(b),))
+    ),
+    "hidden in numbers, in a scan over rows": lambda p, b, rng: jnp.mean(
+        uniform(rng, (rows(b),))
+        * jax.lax.map(
+            lambda x: uniform(from_numbers(jax.random.key_data(rng).astype(int))) + 0 * x[0], b["x"]
+        )
+    ),
+    "its words, stacked again": twice(
+        lambda k: from_numbers(jnp.stack([jax.random.key_data(k)[i] for i in (0, 1)]))
+    ),
+    "its words, halved and added again": twice(
+        lambda k: from_numbers(jax.random.key_data(k) // 2 + (jax.random.key_data(k) + 1) // 2)
     ),
     "in a scan, of a key outside": lambda p, b, rng: jnp.mean(
         uniform(rng, (rows(b),)) * jax.lax.scan(lambda c, _: (c, uniform(rng)), 0.0, length=2)[1][1]
