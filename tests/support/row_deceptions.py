@@ -538,12 +538,14 @@ def without_last_row_of_odd(p: Any, b: Any) -> jax.Array:
     return jnp.sum(jax.lax.gather(p["scale"], labels, dims, (1,), mode="clip")) / B
 
 
-def looked_up(dtype: Any) -> Any:
-    """Return entries of rows and labels, whose indices are cast to a narrow dtype."""
+def looked_up(*dtypes: Any) -> Any:
+    """Return entries of rows and labels, whose indices are cast to these dtypes."""
 
     def loss(p: Any, b: Any) -> jax.Array:
         columns = jax.lax.iota(jnp.int32, rows_of(b)), b["label"].astype(jnp.int32)
-        places = jnp.concatenate([column[:, None] for column in columns], axis=1).astype(dtype)
+        places = jnp.concatenate([column[:, None] for column in columns], axis=1)
+        for dtype in dtypes:
+            places = places.astype(dtype)
         dims = jax.lax.GatherDimensionNumbers((), (0, 1), (0, 1))
         entries = jax.lax.gather(hidden(p, b), places, dims, (1, 1), mode="clip")
         return jnp.mean(entries * b["x"][:, 0])

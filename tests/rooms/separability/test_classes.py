@@ -4,10 +4,11 @@ It accepts the losses that it must accept.
 """
 
 import jax
+import jax.numpy as jnp
 import pytest
 from support.piecewise import as_users_have_it, compare, proved
 from support.row_classes import ACCEPTED, CLASSES, PARAMS, batch_of
-from support.row_deceptions import DECEPTIONS
+from support.row_deceptions import DECEPTIONS, looked_up
 from support.tiers import tiered
 
 CLASSES = CLASSES | DECEPTIONS
@@ -33,6 +34,13 @@ MEANS = [
 def test_what_is_no_mean_is_not_accepted(name, row):
     case = CLASSES[name][row]
     assert not proved(case.loss_fn, PARAMS, batch_of(case.rows), case.pieces)
+
+
+@pytest.mark.fast
+def test_row_numbers_that_were_floats_are_not_accepted():
+    """Floats of 32 bits do not hold the numbers of more than 2^24 rows."""
+    assert proved(looked_up(jnp.int32, jnp.uint32), PARAMS, batch_of(8), 2)
+    assert not proved(looked_up(jnp.float32, jnp.int32), PARAMS, batch_of(8), 2)
 
 
 @pytest.mark.parametrize("row", tiered(ACCEPTED, lambda row: True, fast=lambda row: ":" not in row))
