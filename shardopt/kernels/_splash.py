@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from shardopt.kernels._devices import vmem
 from shardopt.kernels._flash import (
@@ -145,16 +145,14 @@ def gradients(queries: Queries, keys: Keys, rule: MaskRule) -> list[Array]:
 
 
 def _run_kernel(
-    query: Float[Array, "B H T K"],
-    key: Float[Array, "B G T K"],
-    value: Float[Array, "B G T V"],
-    query_segments: Int[Array, "B T"] | None,
-    key_segments: Int[Array, "B T"] | None,
+    query: Array,
+    key: Array,
+    value: Array,
+    query_segments: Array | None,
+    key_segments: Array | None,
     rule: MaskRule,
-) -> tuple[Float[Array, "B H T V"], Float[Array, "B H T"]]:
-    """Return the mixed values for scores query key^T, and the logarithm of the sum of their
-    exponentials.
-    """
+) -> tuple[Array, Array]:
+    """Return the result of `attend`, by jax's kernel where a step of ours has no memory."""
     H, T = query.shape[1:3]
     if heads_of_step(query.shape, key.shape, value.shape[3], value.dtype, vmem()):
         return attend(query, key, value, query_segments, key_segments, rule)

@@ -191,8 +191,7 @@ def combine(caller: str, strategy: ShardedOptimizer, sync: SyncConfig) -> Sharde
         check_sync(sync)
         check_strategy(strategy, sync)
     config = strategy.config._replace(
-        strategy=caller,
-        local_updates=sync._replace(mix=float(sync.mix)),
+        strategy=caller, local_updates=sync._replace(mix=float(sync.mix))
     )
     return build(config, compile_step=compile_local_step)
 
@@ -204,16 +203,8 @@ def check_strategy(strategy: ShardedOptimizer, sync: SyncConfig) -> None:
       TypeError: if it is not a synchronous strategy.
       ValueError: if its mesh has no replica axis, or it has a reducer and `sync` has warm-up steps.
     """
-    if not isinstance(strategy, ShardedOptimizer) or strategy.config.local_updates is not None:
-        strategy_name = (
-            strategy.config.strategy
-            if isinstance(strategy, ShardedOptimizer)
-            else type(strategy).__name__
-        )
-        problem = f"strategy must be a synchronous one, got {strategy_name}."
-        raise type_error(
-            problem, fix="pass so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...)."
-        )
+    fix = "pass so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...)."
+    check_synchronous(strategy, "strategy must be a synchronous one", fix)
     if strategy.config.mesh.shape.get("replica", 1) < 2:
         problem = (
             f"the mesh of the strategy has axes {dict(strategy.mesh.shape)}, and no replica axis"
@@ -226,6 +217,21 @@ def check_strategy(strategy: ShardedOptimizer, sync: SyncConfig) -> None:
             " of its own does not."
         )
         raise value_error(problem, fix="use warmup_steps=0, or a strategy without a reducer.")
+
+
+def check_synchronous(strategy: object, claim: str, fix: str) -> ShardedOptimizer:
+    """Return a synchronous strategy; refuse, by a TypeError, what is none.
+
+    Args:
+      strategy: the argument.
+      claim: the beginning of the message.
+      fix: the remedy.
+    """
+    if not isinstance(strategy, ShardedOptimizer):
+        raise type_error(f"{claim}, got {type(strategy).__name__}.", fix=fix)
+    if strategy.config.local_updates is not None:
+        raise type_error(f"{claim}, got {strategy.config.strategy}.", fix=fix)
+    return strategy
 
 
 def check_sync(sync: SyncConfig) -> None:

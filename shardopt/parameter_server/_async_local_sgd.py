@@ -19,6 +19,7 @@ from shardopt.core import (
     type_error,
     value_error,
 )
+from shardopt.local_updates._build import check_synchronous
 from shardopt.parameter_server._async_sgd import check_not_shared
 from shardopt.parameter_server._clock import check_max_staleness
 from shardopt.parameter_server._islands import Island, Islands, copy_params
@@ -217,18 +218,10 @@ def _check_islands(strategies: Sequence[ShardedOptimizer | MakeIsland]) -> list[
         raise type_error(problem, fix=fix)
     if not strategies:
         raise value_error("strategies must be at least 1, got none.", fix=fix)
-    islands: list[ShardedOptimizer] = []
-    for number, strategy in enumerate(strategies):
-        if not isinstance(strategy, ShardedOptimizer) or strategy.config.local_updates is not None:
-            got = (
-                strategy.config.strategy
-                if isinstance(strategy, ShardedOptimizer)
-                else type(strategy).__name__
-            )
-            problem = f"strategies[{number}] must be a synchronous strategy, got {got}."
-            raise type_error(problem, fix=fix)
-        islands.append(strategy)
-    return islands
+    return [
+        check_synchronous(strategy, f"strategies[{number}] must be a synchronous strategy", fix)
+        for number, strategy in enumerate(strategies)
+    ]
 
 
 def _check_makers(strategies: Sequence[ShardedOptimizer | MakeIsland]) -> list[MakeIsland]:

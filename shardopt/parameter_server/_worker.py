@@ -263,10 +263,7 @@ class SgdWorkers:
         Check each batch shape once.
         """
         shapes = abstract((params, batch))
-        key = (
-            jax.tree.structure(shapes),
-            *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes)),
-        )
+        key = jax.tree.structure(shapes), *jax.tree.leaves(shapes)
         if key in self.checked:
             return
         loss_fn = config.loss.loss_fn

@@ -3,6 +3,7 @@ step on one device.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -88,14 +89,15 @@ def traffic(placed: PlacedModel, *, batch_size: int) -> tuple[StepTransfer, ...]
       forward ones but the last of each block run again. The embedding adds one, and the gradient of
       the head adds one.
     """
-    boundary = placed.workload.boundary_bytes * batch_size / placed.layout.pieces
+    rows = batch_size / placed.layout.pieces
+    boundary = placed.workload.boundary_bytes * rows
     transfers = [
         *_over_data(placed),
-        *_table_transfers(placed, batch_size / placed.layout.pieces),
+        *_table_transfers(placed, rows),
         _over_replica(placed),
         *_over_pipeline(placed, boundary),
-        *_over_context(placed, batch_size / placed.layout.pieces),
-        *_over_expert(placed, batch_size / placed.layout.pieces),
+        *_over_context(placed, rows),
+        *_over_expert(placed, rows),
         _over_tensor(placed, boundary),
     ]
     sizes = placed.layout.sizes
@@ -451,11 +453,7 @@ def footprint(placed: PlacedModel, *, batch_size: int) -> Footprint:
         opt_state=placed.opt_state,
         gradients=_gradient_bytes(placed),
         activations=_activation_bytes(
-            placed,
-            boundary,
-            boundary + saved if layout.remat else residuals,
-            residuals,
-            deferred,
+            placed, boundary, boundary + saved if layout.remat else residuals, residuals, deferred
         ),
         gathered=gathered + _reordered_bytes(placed),
         working=working,
@@ -483,11 +481,7 @@ def _gradient_bytes(placed: PlacedModel) -> float:
 
 
 def _activation_bytes(
-    placed: PlacedModel,
-    boundary: float,
-    block_bytes: float,
-    residuals: float,
-    deferred: float,
+    placed: PlacedModel, boundary: float, block_bytes: float, residuals: float, deferred: float
 ) -> float:
     layout = placed.layout
     table = placed.layout.table()
@@ -498,13 +492,8 @@ def _activation_bytes(
         table.num_input_slots + table.num_cotangent_slots + 2 * table.ticks.message_ticks
     )
     deferred_bytes = table.num_deferred_slots * blocks_per_chunk * deferred
-    if layout.remat:
-        return (table.num_slots + waiting_messages) * boundary + deferred_bytes
-    return (
-        table.num_slots * blocks_per_chunk * residuals
-        + waiting_messages * boundary
-        + deferred_bytes
-    )
+    slot_bytes = boundary if layout.remat else blocks_per_chunk * residuals
+    return table.num_slots * slot_bytes + waiting_messages * boundary + deferred_bytes
 
 
 def _chunk_residuals(placed: PlacedModel, residuals: float) -> float:
@@ -618,9 +607,7 @@ def step_time(
     """
     layout = placed.layout
     times = {transfer: seconds(transfer, layout, hardware, slices=slices) for transfer in transfers}
-    exposed: dict[str, float] = dict.fromkeys(
-        ("data", "replica", "tensor", "pipeline", "context", "expert"), 0.0
-    )
+    exposed = defaultdict[str, float](float)
     hidden = 0.0
     for transfer, time in times.items():
         if transfer.hidden and transfer.kind in hardware.hides:
