@@ -158,10 +158,7 @@ def trace_without_mesh(f: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         mesh = mesh_under_trace()
         manual_mesh = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Manual))
-        with (
-            within_trace(hidden_mesh=manual_mesh),
-            jax.sharding.use_abstract_mesh(_NO_MESH),
-        ):
+        with within_trace(hidden_mesh=manual_mesh), jax.sharding.use_abstract_mesh(_NO_MESH):
             return f(*args)
 
     return run
@@ -349,8 +346,7 @@ def _over_cores(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
             f"chips have {cores} cores each, and none of the sizes {shape} is divisible by {cores}."
         )
         raise value_error(
-            problem,
-            fix="make one axis even, so that it can hold both cores of a chip.",
+            problem, fix="make one axis even, so that it can hold both cores of a chip."
         )
     dim = dims[-1]
     chips = tuple(size // cores if i == dim else size for i, size in enumerate(shape))

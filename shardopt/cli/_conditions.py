@@ -6,12 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from shardopt.cli._options import (
-    Options,
-    PipelineOptions,
-    RunOptions,
-    changed_flags,
-)
+from shardopt.cli._options import Options, PipelineOptions, RunOptions, changed_flags
 from shardopt.core import plural, value_error
 
 

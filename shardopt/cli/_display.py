@@ -138,11 +138,7 @@ def say(screen: Console, line: str) -> None:
 
 
 def show_result(
-    screen: Console,
-    options: TrainOptions,
-    result: FitResult,
-    prompt: str,
-    text: str,
+    screen: Console, options: TrainOptions, result: FitResult, prompt: str, text: str
 ) -> None:
     """Show the validation loss, a sample of text, and the files of the run."""
     show_loss(screen, result, "byte")

@@ -12,12 +12,7 @@ import optax
 
 import shardopt as so
 from shardopt.cli._optimizer import make_optimizer
-from shardopt.cli._options import (
-    ExportOptions,
-    RunOptions,
-    TuneOptions,
-    check_numbers,
-)
+from shardopt.cli._options import ExportOptions, RunOptions, TuneOptions, check_numbers
 from shardopt.cli._run_folder import CHECKPOINTS, read_run
 from shardopt.cli._train import decoder_config
 from shardopt.cli._tune import open_model

@@ -118,9 +118,7 @@ def all_reduce_buckets(xs: Sequence[jax.Array], axes: tuple[str, ...]) -> Arrays
     )
 
 
-def real_parts(
-    xs: Sequence[jax.Array],
-) -> tuple[Arrays, Callable[[Arrays], Arrays]]:
+def real_parts(xs: Sequence[jax.Array]) -> tuple[Arrays, Callable[[Arrays], Arrays]]:
     """Return arrays with each complex one as its real and its imaginary part, and the inverse.
 
     XLA:CPU aborts on a sum over devices of complex zeros, such as the gradient of a parameter that

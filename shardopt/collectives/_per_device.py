@@ -123,9 +123,7 @@ def all_reduce(
 
 
 def shard_by_shard(
-    f: Callable[[Arrays], Arrays],
-    leaves: Sequence[jax.Array],
-    specs: Sequence[PartitionSpec],
+    f: Callable[[Arrays], Arrays], leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]
 ) -> Arrays:
     """Apply a collective to leaves in a nested region that is manual over the tensor axis as well.
 

@@ -130,9 +130,7 @@ def row_counts(config: StrategyConfig, batch: PyTree) -> frozenset[int]:
 
 
 def _sizes_of_dim(
-    config: StrategyConfig,
-    batch: PyTree,
-    dim_of: Callable[[StrategyConfig, str, int], int | None],
+    config: StrategyConfig, batch: PyTree, dim_of: Callable[[StrategyConfig, str, int], int | None]
 ) -> frozenset[int]:
     leaves_and_dims = (
         (leaf, dim_of(config, path, np.ndim(leaf))) for path, leaf in leaves_with_paths(batch)

@@ -18,13 +18,7 @@ from shardopt.collectives._wire import Encoded
 from shardopt.core import format_error, wide_dtype
 from shardopt.core._rounding import Rounding
 from shardopt.core._stand_in import StandIn
-from shardopt.low_precision._numbers import (
-    as_bits,
-    eight_bits,
-    from_bits,
-    largest_over,
-    round_over,
-)
+from shardopt.low_precision._numbers import as_bits, eight_bits, from_bits, largest_over, round_over
 from shardopt.trace._marks import OPENED
 
 

@@ -77,11 +77,7 @@ def run_stage(
 
 
 def _run_locally(
-    config: StrategyConfig,
-    stage: OwnedStage,
-    owned_task: OwnedTask,
-    retrace: Retrace,
-    args: Arrays,
+    config: StrategyConfig, stage: OwnedStage, owned_task: OwnedTask, retrace: Retrace, args: Arrays
 ) -> Arrays:
     """Run a task where its blocks are: one block after another, so that each is computed alone."""
 
@@ -471,10 +467,7 @@ def _pack_buffers(
 
 
 def _select_unsent(
-    tasks: Sequence[OwnedTask],
-    units: Sequence[_Unit],
-    args: list[Arrays],
-    unit_numbers: jax.Array,
+    tasks: Sequence[OwnedTask], units: Sequence[_Unit], args: list[Arrays], unit_numbers: jax.Array
 ) -> Arrays:
     """Return the unsent inputs of this device's units of one program, [units, ...].
 

@@ -323,9 +323,5 @@ class DecoderConfig:
     def residual(self) -> Residual:
         """How the branches of a block read the residual stream, and add to it."""
         return Residual(
-            self.norm,
-            self.norm_epsilon,
-            self.pre_norms,
-            self.post_norms,
-            self.sequence_parallel,
+            self.norm, self.norm_epsilon, self.pre_norms, self.post_norms, self.sequence_parallel
         )

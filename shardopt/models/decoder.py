@@ -27,15 +27,7 @@ from shardopt.models._decoder_block import (
     roundings,
 )
 from shardopt.models._decoder_config import BlockKind, DecoderConfig, ExpertsConfig
-from shardopt.models._inputs import (
-    Batch,
-    Inputs,
-    Params,
-    Tokens,
-    check_ids,
-    mean_loss,
-    read_inputs,
-)
+from shardopt.models._inputs import Batch, Inputs, Params, Tokens, check_ids, mean_loss, read_inputs
 from shardopt.models._latent_attention import LatentConfig
 from shardopt.models._rope import Rope
 from shardopt.models._routers import balanced_loss, first_routers

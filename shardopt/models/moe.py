@@ -112,13 +112,7 @@ def config(
         kinds=(BlockKind(rope=Rope(base=rope_base)),),
         fused="kv",
         experts=ExpertsConfig(
-            num_experts,
-            top_k,
-            hidden,
-            loads=True,
-            balance=balance,
-            balance_rate=rate,
-            **of_experts,
+            num_experts, top_k, hidden, loads=True, balance=balance, balance_rate=rate, **of_experts
         ),
         **fields,
     )

@@ -16,13 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from shardopt.collectives import (
-    LeafWire,
-    all_gather,
-    all_to_all,
-    constrain_tensor,
-    shard_by_shard,
-)
+from shardopt.collectives import LeafWire, all_gather, all_to_all, constrain_tensor, shard_by_shard
 from shardopt.collectives._column_table import ColumnTable
 from shardopt.core import wide_dtype
 from shardopt.kernels._devices import is_local

@@ -425,10 +425,7 @@ def _check_arrays(
             raise value_error(f"{name} has shape {bias.shape}.", fix=f"give [{E}].")
     for name in ("gate", "up", "down"):
         bias = weights.get(f"{name}_bias")
-        if bias is not None and bias.shape != (
-            *weights[name].shape[:1],
-            weights[name].shape[2],
-        ):
+        if bias is not None and bias.shape != (*weights[name].shape[:1], weights[name].shape[2]):
             problem = f"{name}_bias has shape {bias.shape}, for {name} {weights[name].shape}."
             raise value_error(problem, fix="give a bias for each expert and output.")
 

@@ -14,9 +14,7 @@ from shardopt.nn._quantized_einsum import linear
 
 
 def query_key_value(
-    x: Float[Array, "B T D"],
-    weights: Mapping[str, Any],
-    precision: Precision | None,
+    x: Float[Array, "B T D"], weights: Mapping[str, Any], precision: Precision | None
 ) -> tuple[Array, Array, Array]:
     """Return queries [B, T, H, K], and keys and values [B, T, G, K].
 

@@ -327,9 +327,7 @@ def restore_run(caller: str, run: AsyncRun, snapshot: RunSnapshot) -> None:
     if "devices" in saved:
         saved = {**saved, "devices": max(saved["devices"], current["devices"], key=len)}
     clock = make_clock(run.server.max_staleness)._replace(
-        slowest=record["slowest"],
-        fastest=record["fastest"],
-        steps=dict(record["steps"]),
+        slowest=record["slowest"], fastest=record["fastest"], steps=dict(record["steps"])
     )
     log, history = _unpack(record["arrays"], saved)
     optimizer = state.opt_state["optimizer"]

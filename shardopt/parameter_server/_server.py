@@ -106,11 +106,7 @@ class ParameterServer:
     def settings(self) -> dict[str, Any]:
         """The settings that a log records, as JSON."""
         rule = {"name": self.rule.name, "config": dict(self.rule.config)}
-        settings = {
-            "max_staleness": self.max_staleness,
-            "rule": rule,
-            "nonfinite": self.nonfinite,
-        }
+        settings = {"max_staleness": self.max_staleness, "rule": rule, "nonfinite": self.nonfinite}
         return json.loads(json.dumps(settings))
 
     @calling(CALLER)

@@ -548,11 +548,7 @@ def _with_data(
 
 
 def _spec_of_stack(
-    shape: Shape,
-    plan: LeafPlan,
-    axes: ShardAxes,
-    sizes: Mapping[str, int],
-    min_shard_elements: int,
+    shape: Shape, plan: LeafPlan, axes: ShardAxes, sizes: Mapping[str, int], min_shard_elements: int
 ) -> PartitionSpec:
     """Return the spec of state that has the blocks of a parameter on owners."""
     assert plan.owned is not None

@@ -22,13 +22,7 @@ from shardopt.core import (
     value_error,
 )
 from shardopt.core._extras import version_of
-from shardopt.hlo._program import (
-    Memory,
-    argument_padding,
-    audit,
-    inner_product_flops,
-    memory,
-)
+from shardopt.hlo._program import Memory, argument_padding, audit, inner_product_flops, memory
 from shardopt.hlo._report import Audit
 from shardopt.hlo.proof import Proof
 from shardopt.hlo.proof._prove import source_of

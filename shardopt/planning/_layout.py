@@ -15,11 +15,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from shardopt.config._config import (
-    PLACEMENTS,
-    Placement,
-    default_min_shard_elements,
-)
+from shardopt.config._config import PLACEMENTS, Placement, default_min_shard_elements
 from shardopt.core import PyTree, Rules, calling
 from shardopt.core._block_model import BLOCKS
 from shardopt.low_precision._weight import wire_form

@@ -37,12 +37,7 @@ from shardopt.planning._costs import (
     traffic,
 )
 from shardopt.planning._hardware import HARDWARE, Hardware, find_hardware
-from shardopt.planning._layout import (
-    ParallelLayout,
-    PlacedModel,
-    abstract_opt_state,
-    place,
-)
+from shardopt.planning._layout import ParallelLayout, PlacedModel, abstract_opt_state, place
 from shardopt.planning._models import Transformer, find_model
 from shardopt.planning._workload import Workload
 
@@ -556,9 +551,7 @@ def _nothing_fits(plans: Plans) -> str:
     if not too_large:
         fix = f"choose a batch_size that {plans.chips} chips divide evenly, or other chips."
         return error_text(
-            f"{title}: no layout divides evenly.",
-            [entry.why for entry in plans.dropped],
-            fix,
+            f"{title}: no layout divides evenly.", [entry.why for entry in plans.dropped], fix
         )
     lines = [
         f"{entry.layout}: {entry.missing_bytes:,.0f} bytes too many" for entry in too_large[:3]

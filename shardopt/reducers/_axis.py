@@ -80,11 +80,7 @@ def agreeing_cond(
     where `jax_enable_x64` is off. The cast applies to both branches, whether or not a branch
     computes with the argument.
     """
-    args = jax.tree.map(
-        lambda x, abstract_x: cast(x, abstract_x.dtype),
-        args,
-        abstract(args),
-    )
+    args = jax.tree.map(lambda x, abstract_x: cast(x, abstract_x.dtype), args, abstract(args))
     if not any(varying(leaf) for leaf in jax.tree.leaves(args)):
         return jax.lax.cond(predicate, if_true, if_false, *args)
 

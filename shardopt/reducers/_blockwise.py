@@ -12,13 +12,7 @@ from shardopt.core import PyTree, calling, check_count, value_error
 from shardopt.core._axis import AxisName
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
 from shardopt.reducers._codec import Codec
-from shardopt.reducers._mean import (
-    buckets_of,
-    join_bucket,
-    means_of,
-    split_bucket,
-    two_phase_bytes,
-)
+from shardopt.reducers._mean import buckets_of, join_bucket, means_of, split_bucket, two_phase_bytes
 from shardopt.reducers._reducer import make_reducer, real_form
 
 

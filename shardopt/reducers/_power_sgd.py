@@ -61,11 +61,7 @@ class Matrices(NamedTuple):
 
 @calling("power_sgd")
 def power_sgd(
-    rank: int = 4,
-    *,
-    min_ratio: float = 2.0,
-    stacked: str = STACKED,
-    seed: int = 0,
+    rank: int = 4, *, min_ratio: float = 2.0, stacked: str = STACKED, seed: int = 0
 ) -> Reducer:
     """Average gradients as products of two thin factors; use it with `error_feedback`.
 

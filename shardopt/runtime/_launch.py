@@ -26,13 +26,7 @@ from shardopt.runtime._agreement import process_text
 from shardopt.runtime._files import acquire_lock, release_lock
 from shardopt.runtime._hosts import ALONE, Hosts
 from shardopt.runtime._processes import FailurePipe, failures, handled_signals
-from shardopt.runtime._progress import (
-    HANG_TIMEOUT,
-    HUNG,
-    LISTEN_ADDRESS,
-    STACKS,
-    STACKS_SIGNAL,
-)
+from shardopt.runtime._progress import HANG_TIMEOUT, HUNG, LISTEN_ADDRESS, STACKS, STACKS_SIGNAL
 from shardopt.runtime._stored_programs import (
     FOLDER_NAME,
     has_mixing_jaxlib,

@@ -103,10 +103,7 @@ def connect(address: str, token: str) -> Connection:
 
 
 def _proved(
-    peer: socket.socket,
-    token: str,
-    seconds: float,
-    *steps: Callable[[Connection, bytes], None],
+    peer: socket.socket, token: str, seconds: float, *steps: Callable[[Connection, bytes], None]
 ) -> Connection:
     """Return the connection of a socket, after both sides have proved that they know the token.
 

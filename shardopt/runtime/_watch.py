@@ -23,15 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardopt.runtime._messages import MessageServer
-from shardopt.runtime._progress import (
-    ADDRESS,
-    BEAT,
-    HANG_TIMEOUT,
-    MAIN,
-    START,
-    TOKEN,
-    ProgressMark,
-)
+from shardopt.runtime._progress import ADDRESS, BEAT, HANG_TIMEOUT, MAIN, START, TOKEN, ProgressMark
 
 FIRST_TIME_FACTOR = 10
 """A phase may take this many timeouts the first time, since it may compile; so may the start of a

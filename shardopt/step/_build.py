@@ -269,14 +269,7 @@ def build(
     counter = StepCounter(config)
     limit = limit_in_flight(config)
     functions = StrategyFunctions(
-        config,
-        caches,
-        cache,
-        steps,
-        evaluations,
-        states,
-        counter,
-        Reports(config, steps.views),
+        config, caches, cache, steps, evaluations, states, counter, Reports(config, steps.views)
     )
     count = counter.counting(limit)
     return ShardedOptimizer(

@@ -15,14 +15,7 @@ from shardopt.step._cache import LayoutCache
 from shardopt.step._compile import AotCompiled, make_program
 from shardopt.step._global_rows import Rows, RowsOfOne
 from shardopt.step._host_values import params_as_arrays
-from shardopt.step._inputs import (
-    check_not_traced,
-    check_params,
-    copied,
-    is_init_fn,
-    put,
-    typed_key,
-)
+from shardopt.step._inputs import check_not_traced, check_params, copied, is_init_fn, put, typed_key
 from shardopt.step._programs import CompiledStep
 
 

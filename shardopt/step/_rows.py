@@ -256,10 +256,7 @@ class AgreedRows:
             check_global(digests, self.processes)
 
     def _join_rows(
-        self,
-        batch: HostBatch | None,
-        messages: Sequence[Message],
-        whole: bool,
+        self, batch: HostBatch | None, messages: Sequence[Message], whole: bool
     ) -> PyTree:
         """Return the global batch of rows of the processes: on the devices if each process has as
         many rows as its devices take, else on each host.

@@ -285,10 +285,7 @@ def _check_values(param_leaves: list[tuple[str, Any]], new_leaves: list[tuple[st
 
 
 def _refuse(
-    offenders: Sequence[str],
-    problem: str,
-    fix: str,
-    kind: Callable[[str], Exception] = ValueError,
+    offenders: Sequence[str], problem: str, fix: str, kind: Callable[[str], Exception] = ValueError
 ) -> None:
     """Raise an error that lists the offenders, if there are any."""
     if offenders:

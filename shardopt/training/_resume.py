@@ -79,10 +79,7 @@ class SavedStates:
     falls_back: bool = False
 
     def begin(
-        self,
-        state: TrainState | DeferredInit,
-        stream: BatchStream,
-        rule: EarlyStopping | None,
+        self, state: TrainState | DeferredInit, stream: BatchStream, rule: EarlyStopping | None
     ) -> tuple[TrainState, StoppingState, Json]:
         """Return the state to start from, the state of early stopping, and what `fit` did not finish
         before the state was saved: None, or as in `FitRun.extra`.

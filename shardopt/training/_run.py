@@ -12,12 +12,7 @@ import jax
 from shardopt.checkpoint._multihost import exchange
 from shardopt.checkpoint._sums import LeafSums
 from shardopt.core import NonFiniteLossError, PyTree, TrainState
-from shardopt.core._early_stopping import (
-    StoppingState,
-    check_metric,
-    out_of_patience,
-    update,
-)
+from shardopt.core._early_stopping import StoppingState, check_metric, out_of_patience, update
 from shardopt.losses._batch_dims import num_rows
 from shardopt.runtime._agreement import agree
 from shardopt.runtime._turn import StopRun, stop_points, turn_of_step

@@ -84,9 +84,7 @@ def verification_of(
             " offload."
         )
         raise value_error(
-            "cross_check_every computes a step on two devices, which cannot be done.",
-            reasons,
-            fix,
+            "cross_check_every computes a step on two devices, which cannot be done.", reasons, fix
         )
     use_exit_codes()
     return Verification(opt, every, checkpoints, num_steps, log_every)

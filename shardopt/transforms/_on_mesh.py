@@ -24,13 +24,7 @@ from shardopt.core import (
     value_error,
 )
 from shardopt.core._axis import is_bound
-from shardopt.core._device_state import (
-    DeviceNumber,
-    PerDevice,
-    is_marked,
-    map_by_mark,
-    state_specs,
-)
+from shardopt.core._device_state import DeviceNumber, PerDevice, is_marked, map_by_mark, state_specs
 from shardopt.transforms._local_gradients import OF_DEVICE
 from shardopt.transforms._state_form import check_alike, check_mesh
 
