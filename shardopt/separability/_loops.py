@@ -266,19 +266,17 @@ def _adds_row_term(body: Jaxpr, var: Any, out: Any, turn_dependent: Set[Any]) ->
       out: the carry after the turn.
       turn_dependent: the variables that follow from other turns.
     """
-    uses = [eqn for eqn in body.eqns if any(atom is var for atom in eqn.invars)]
-    if len(uses) != 1 or any(result is var for result in body.outvars):
+    uses = [eqn for eqn in body.eqns if _places(var, eqn.invars)]
+    if len(uses) != 1 or _places(var, body.outvars):
         return False
     (eqn,) = uses
-    positions = [i for i, atom in enumerate(eqn.invars) if atom is var]
-    others = [atom for atom in eqn.invars if atom is not var and not isinstance(atom, Literal)]
     name = library_name(eqn.primitive)
     if name == "convert_element_type" and eqn.params["new_dtype"] == var.aval.dtype:
         # this conversion only drops the weak type, which changes no number
         return _adds_row_term(body, eqn.outvars[0], out, turn_dependent)
-    is_only_result = sum(result is out for result in body.outvars) == 1
-    results = [i for i, result in enumerate(eqn.outvars) if result is out]
-    if len(positions) != 1 or len(results) != 1 or not is_only_result:
+    operands = _places(var, eqn.invars)
+    results = _places(out, eqn.outvars)
+    if not len(operands) == len(results) == len(_places(out, body.outvars)) == 1:
         return False
     if name in CALLS:
         function = open_jaxpr(eqn.params["jaxpr"])
@@ -289,10 +287,16 @@ def _adds_row_term(body: Jaxpr, var: Any, out: Any, turn_dependent: Set[Any]) ->
         }
         return _adds_row_term(
             function,
-            function.invars[positions[0]],
+            function.invars[operands[0]],
             function.outvars[results[0]],
             reached_from(function, dependent, every=False),
         )
     wraps = name == "sub" and not jnp.issubdtype(var.aval.dtype, jnp.inexact)
-    is_first = positions[0] == 0 or name in ("add", "add_any")
+    is_first = operands[0] == 0 or name in ("add", "add_any")
+    others = [atom for atom in eqn.invars if atom is not var and not isinstance(atom, Literal)]
     return name in ADDING and not wraps and is_first and turn_dependent.isdisjoint(others)
+
+
+def _places(var: Any, atoms: Sequence[Any]) -> list[int]:
+    """Return the indices at which a variable stands."""
+    return [i for i, atom in enumerate(atoms) if atom is var]

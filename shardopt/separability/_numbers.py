@@ -28,6 +28,7 @@ from shardopt.separability._relations import (
     growth,
     is_plain_zero,
 )
+from shardopt.trace._jaxprs import shape_of
 
 MAX_SIZE = 1 << 21
 """The size of the largest array that is computed."""
@@ -130,6 +131,10 @@ def _compress(array: np.ndarray) -> np.ndarray:
 def _compute(
     eqn: JaxprEqn, shape: tuple[int, ...], args: list[np.ndarray], max_size: int
 ) -> np.ndarray | None:
+    """Return the numbers of a result from those of its operands.
+
+    None if the computation is unknown or too large.
+    """
     name = eqn.primitive.name
     params = eqn.params
     dtype = getattr(eqn.outvars[0].aval, "dtype", None)
@@ -144,49 +149,49 @@ def _compute(
         return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
     if name == "iota":
         size = shape[params["dimension"]]
-        dim = params["dimension"]
-        if size > max_size:
-            return None
-        return (
-            np.arange(size)
-            .astype(dtype)
-            .reshape([-1 if i == dim else 1 for i in range(len(shape))])
-        )
-    if name == "broadcast_in_dim":
         sizes = [1] * len(shape)
-        for size, dim in zip(args[0].shape, params["broadcast_dimensions"], strict=True):
-            sizes[dim] = size
-        return args[0].reshape(sizes)
-    if name == "squeeze":
-        return args[0].squeeze(params["dimensions"])
-    if name == "transpose":
-        return args[0].transpose(params["permutation"])
-    if name in ("reshape", "concatenate", "slice"):
-        if name == "reshape" and params["dimensions"] is not None:  # it transposes first
-            return None
-        if name == "reshape" and args[0].size == 1:
-            return args[0].reshape((1,) * len(shape))
-        full_shapes = [var.aval.shape for var in eqn.invars]  # pyright: ignore
-        full_args = [
-            np.broadcast_to(arg, full) for arg, full in zip(args, full_shapes, strict=True)
-        ]
-        if sum(array.size for array in full_args) > max_size:
-            return None
-        if name == "slice":
-            strides = params["strides"] or (1,) * len(shape)
-            return full_args[0][
-                tuple(map(slice, params["start_indices"], params["limit_indices"], strides))
-            ]
-        return (
-            full_args[0].reshape(shape)
-            if name == "reshape"
-            else np.concatenate(full_args, params["dimension"])
-        )
+        sizes[params["dimension"]] = size
+        return None if size > max_size else np.arange(size).astype(dtype).reshape(sizes)
     if name == "reduce_sum":
-        full_shape = eqn.invars[0].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
+        full_shape = shape_of(eqn.invars[0])
         axes = params["axes"]
         num_repeats = math.prod(full_shape[dim] for dim in axes if args[0].shape[dim] == 1)
         return (args[0].sum(tuple(axes)) * num_repeats).astype(dtype)
+    return _moved(eqn, shape, args, max_size)
+
+
+def _moved(
+    eqn: JaxprEqn, shape: tuple[int, ...], args: list[np.ndarray], max_size: int
+) -> np.ndarray | None:
+    """Return the numbers of a result that are those of the operands, in other places."""
+    params = eqn.params
+    match eqn.primitive.name:
+        case "broadcast_in_dim":
+            sizes = [1] * len(shape)
+            for size, dim in zip(args[0].shape, params["broadcast_dimensions"], strict=True):
+                sizes[dim] = size
+            return args[0].reshape(sizes)
+        case "squeeze":
+            return args[0].squeeze(params["dimensions"])
+        case "transpose":
+            return args[0].transpose(params["permutation"])
+        case "reshape" if params["dimensions"] is not None:  # it transposes first
+            return None
+        case "reshape" if args[0].size == 1:
+            return args[0].reshape((1,) * len(shape))
+    full_shapes = list(map(shape_of, eqn.invars))
+    if sum(map(math.prod, full_shapes)) > max_size:
+        return None
+    full_args = list(map(np.broadcast_to, args, full_shapes))
+    match eqn.primitive.name:
+        case "reshape":
+            return full_args[0].reshape(shape)
+        case "concatenate":
+            return np.concatenate(full_args, params["dimension"])
+        case "slice":
+            strides = params["strides"] or (1,) * len(shape)
+            bounds = params["start_indices"], params["limit_indices"], strides
+            return full_args[0][tuple(map(slice, *bounds))]
     return None
 
 
