@@ -26,6 +26,10 @@ _RUNNING_MAXIMA = {"nu_max"}
 """Moments that may start when others go on: no `count` corrects their bias."""
 
 _Fits = Callable[[LeafPath, LeafPath], bool]
+_Sources = dict[LeafPath, LeafPath]
+"""Leaf -> the stored leaf that fills it."""
+_Equal = dict[LeafPath, list[LeafPath]]
+"""Leaf -> further stored leaves, which must be equal to the one that fills it."""
 
 
 class Match(NamedTuple):
@@ -38,8 +42,8 @@ class Match(NamedTuple):
       dropped: the paths of stored leaves that fill none.
     """
 
-    sources: dict[LeafPath, LeafPath]
-    equal: dict[LeafPath, list[LeafPath]]
+    sources: _Sources
+    equal: _Equal
     started: list[LeafPath]
     dropped: list[LeafPath]
 
@@ -71,6 +75,10 @@ class Record(NamedTuple):
             return [None]
         first, *others = self.moments.values()
         return [param for param in first if all(param in paths for paths in others)]
+
+
+_Fillers = list[tuple[Record, list[Record]]]
+"""Records, each with the stored records that may fill it."""
 
 
 def match_leaves(
@@ -140,7 +148,7 @@ def _filled_records(
     roots: tuple[LeafPath, LeafPath],
     params: set[LeafPath],
     fits: _Fits,
-) -> tuple[dict[LeafPath, LeafPath], dict[LeafPath, list[LeafPath]]]:
+) -> tuple[_Sources, _Equal]:
     """Return the sources of leaves in the chain, and further leaves that must be equal to them.
 
     A record is filled by a record with the same fields, else by one with more fields. Else it is
@@ -149,8 +157,8 @@ def _filled_records(
     old_records, new_records = (
         _records(paths, root, params) for paths, root in zip(free, roots, strict=True)
     )
-    sources: dict[LeafPath, LeafPath] = {}
-    equal: dict[LeafPath, list[LeafPath]] = {}
+    sources: _Sources = {}
+    equal: _Equal = {}
     # The strictest rule first. A record that it fills is taken, and a weaker rule cannot steal it.
     for rule in (_equal_fields, _fewer_fields, _more_maxima):
         _fill(new_records, old_records, rule, fits, sources, equal)
@@ -159,7 +167,7 @@ def _filled_records(
 
 def _named_sources(
     new_chain: NewChain, stored: list[LeafPath], wanted: list[LeafPath]
-) -> tuple[dict[LeafPath, LeafPath], set[LeafPath]]:
+) -> tuple[_Sources, set[LeafPath]]:
     """Return the stored leaves that the user named, and the leaves that they named them for."""
     if isinstance(new_chain, bool):
         return {}, set()
@@ -263,8 +271,8 @@ def _fill(
     old_records: list[Record],
     rule: Callable[[Record, Record], bool],
     fits: _Fits,
-    sources: dict[LeafPath, LeafPath],
-    equal: dict[LeafPath, list[LeafPath]],
+    sources: _Sources,
+    equal: _Equal,
 ) -> None:
     """Fill the records that are still open from stored records that are still free, by a rule."""
     used = set(sources.values())
@@ -301,7 +309,7 @@ def _fits_record(new: Record, old: Record, fits: _Fits) -> bool:
     return bool(common) and all(fits(*pair) for pair in pairs)
 
 
-def _pair(fillers: list[tuple[Record, list[Record]]]) -> list[tuple[Record, list[Record]]]:
+def _pair(fillers: _Fillers) -> _Fillers:
     """Return which stored records fill which records.
 
     Args:
@@ -324,7 +332,7 @@ def _pair(fillers: list[tuple[Record, list[Record]]]) -> list[tuple[Record, list
     raise _open_pairs(fillers)
 
 
-def _overlap(fillers: list[tuple[Record, list[Record]]]) -> bool:
+def _overlap(fillers: _Fillers) -> bool:
     """Return whether a stored record fits several records, or several fit one, for a parameter."""
     claims = [
         (new.node, old.node, param)
@@ -339,8 +347,8 @@ def _overlap(fillers: list[tuple[Record, list[Record]]]) -> bool:
 
 
 def _pairs_by_place(
-    fillers: list[tuple[Record, list[Record]]],
-) -> list[tuple[Record, list[Record]]] | None:
+    fillers: _Fillers,
+) -> _Fillers | None:
     """Return records with the stored records at the same places; None if their places differ."""
     new_records = _by_place([new for new, _ in fillers])
     old_records = _by_place([old for _, olds in fillers for old in olds])
@@ -349,7 +357,7 @@ def _pairs_by_place(
     return [(new, [old_records[place]]) for place, new in new_records.items()]
 
 
-def _open_pairs(fillers: list[tuple[Record, list[Record]]]) -> CheckpointError:
+def _open_pairs(fillers: _Fillers) -> CheckpointError:
     lines = [
         f"{show(new.node)} ({', '.join(sorted(new.fields))}):"
         f" {' or '.join(show(old.node) for old in olds)}"
@@ -386,8 +394,8 @@ def without_common_end(path: LeafPath, other: LeafPath) -> tuple[LeafPath, LeafP
 def _take(
     new: Record,
     olds: list[Record],
-    sources: dict[LeafPath, LeafPath],
-    equal: dict[LeafPath, list[LeafPath]],
+    sources: _Sources,
+    equal: _Equal,
 ) -> None:
     """Fill a record from stored records that hold its parameters."""
     for old in olds:
@@ -409,7 +417,7 @@ def _other_sources(
     new_root: LeafPath,
     params: set[LeafPath],
     fits: _Fits,
-) -> dict[LeafPath, LeafPath]:
+) -> _Sources:
     """Return the sources of leaves outside of the chain, each under its own path.
 
     Moments of an outer optimizer are numbered, without the names of parameters. So they are taken

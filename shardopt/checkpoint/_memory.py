@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -305,7 +305,7 @@ def assemble(
     shards = {
         path: {
             bounds: memoryview(bytearray(_num_elements(bounds) * sizes[path]))
-            for bounds in _local_bounds(leaf)
+            for bounds in local_bounds(to_storable(leaf))
         }
         for path, leaf in abstract_leaves.items()
     }
@@ -346,21 +346,21 @@ def _misfit(piece: MemorySnapshot, abstract_leaves: dict[LeafPath, jax.ShapeDtyp
     return ""
 
 
-def _local_bounds(leaf: jax.ShapeDtypeStruct) -> list[Bounds]:
+def local_bounds(leaf: jax.ShapeDtypeStruct) -> list[Bounds]:
     """Return the bounds of the shards of this process."""
-    stored = to_storable(leaf)
-    assert stored.sharding is not None
-    indices = stored.sharding.addressable_devices_indices_map(stored.shape).values()
-    bounds = (_bounds(index, stored.shape) for index in indices if index is not None)
+    assert leaf.sharding is not None
+    indices = leaf.sharding.addressable_devices_indices_map(leaf.shape).values()
+    bounds = (bounds_of(index, leaf.shape) for index in indices if index is not None)
     return list(dict.fromkeys(bounds))
 
 
-def _shape(bounds: Bounds) -> list[int]:
+def shape_of(bounds: Bounds) -> list[int]:
+    """Return the shape of a shard."""
     return [stop - start for start, stop in bounds]
 
 
 def _num_elements(bounds: Bounds) -> int:
-    return math.prod(_shape(bounds))
+    return math.prod(shape_of(bounds))
 
 
 def _copy_overlap(
@@ -382,7 +382,7 @@ def _copy_overlap(
         return 0
 
     def overlap_of(shard_bytes: memoryview, bounds: Bounds) -> np.ndarray:
-        shard = np.ndarray(_shape(bounds), f"V{size}", shard_bytes)
+        shard = np.ndarray(shape_of(bounds), f"V{size}", shard_bytes)
         starts = (start for start, _ in bounds)
         slices = (
             slice(a - start, b - start) for (a, b), start in zip(overlap, starts, strict=True)
@@ -411,8 +411,8 @@ def place_snapshot(snapshot: MemorySnapshot, abstract_state: PyTree) -> PyTree:
         stored = to_storable(leaf)
 
         def read(index: tuple[slice, ...], stored=stored, shards=shards) -> np.ndarray:
-            bounds = _bounds(index, stored.shape)
-            return np.ndarray(_shape(bounds), stored.dtype, shards[bounds])
+            bounds = bounds_of(index, stored.shape)
+            return np.ndarray(shape_of(bounds), stored.dtype, shards[bounds])
 
         leaves.append(from_storable(place(stored, read), describe(leaf)))
     state = with_leaves(abstract_state, leaves)
@@ -423,9 +423,10 @@ def place_snapshot(snapshot: MemorySnapshot, abstract_state: PyTree) -> PyTree:
 def _local_shards(leaf: jax.Array | np.ndarray) -> dict[Bounds, jax.Array]:
     shards: dict[Bounds, jax.Array] = {}
     for shard in jax.numpy.asarray(leaf).addressable_shards:
-        shards.setdefault(_bounds(shard.index, leaf.shape), shard.data)
+        shards.setdefault(bounds_of(shard.index, leaf.shape), shard.data)
     return shards
 
 
-def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> Bounds:
+def bounds_of(index: Any, shape: tuple[int, ...]) -> Bounds:
+    """Return the first index of a shard in each dim, and the one after its last."""
     return tuple(dim_slice.indices(size)[:2] for dim_slice, size in zip(index, shape, strict=True))

@@ -19,6 +19,9 @@ from shardopt.checkpoint._tree import LeafPath, leaves_by_path, nest, show, unes
 from shardopt.core import MAX_LISTED, CheckpointError, PyTree, error_text, plural, with_leaves
 from shardopt.step._inputs import put
 
+Read = Callable[[PyTree], PyTree]
+"""A function that returns an abstract state with the stored values."""
+
 
 class Chain(NamedTuple):
     """A chain that may be another one than the stored one.
@@ -96,7 +99,7 @@ def fill_new_chain(
     source: str,
     meta: Meta,
     wanted_state: PyTree,
-    read: Callable[[PyTree], PyTree],
+    read: Read,
     chain: Chain,
     new_params: set[LeafPath] | None,
 ) -> PyTree:
@@ -160,7 +163,7 @@ def _cast(leaf: jax.Array, dtype: DTypeLike) -> jax.Array:
 def _read(
     sources: Mapping[LeafPath, LeafPath],
     abstract_leaves: Mapping[LeafPath, jax.ShapeDtypeStruct],
-    read: Callable[[PyTree], PyTree],
+    read: Read,
 ) -> dict[LeafPath, jax.Array]:
     """Return the leaves by path, read from their sources.
 
@@ -184,7 +187,7 @@ def _check_equal(
     match: Match,
     leaves: Mapping[LeafPath, jax.Array],
     abstract_leaves: Mapping[LeafPath, jax.ShapeDtypeStruct],
-    read: Callable[[PyTree], PyTree],
+    read: Read,
 ) -> None:
     """Refuse stored numbers that fill the same leaf, and are not equal."""
     lines = []

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from shardopt.checkpoint._hashed import KEY, check_hash, with_hashed, without_ha
 from shardopt.checkpoint._listing import listing, tell
 from shardopt.checkpoint._match import NewChain
 from shardopt.checkpoint._multihost import on_primary_process
-from shardopt.checkpoint._new_chain import Chain, fill_new_chain, without_params
+from shardopt.checkpoint._new_chain import Chain, Read, fill_new_chain, without_params
 from shardopt.checkpoint._record import MANIFEST_NAME, RECORD_NAME, Meta, read_meta, verify
 from shardopt.checkpoint._replicas import as_stored, to_wanted
 from shardopt.checkpoint._run_folder import committed, interrupted, run_folder, step_folder
@@ -221,7 +221,7 @@ def _fill(
     source: str,
     meta: Meta,
     wanted_state: PyTree,
-    read: Callable[[PyTree], PyTree],
+    read: Read,
     chain: Chain | None,
 ) -> PyTree:
     """Return the state of an optimizer, with the stored values."""
@@ -235,7 +235,7 @@ def _fill(
     return to_wanted(read(readable), changes)
 
 
-def _fill_part(source: str, meta: Meta, target: PyTree, read: Callable[[PyTree], PyTree]) -> PyTree:
+def _fill_part(source: str, meta: Meta, target: PyTree, read: Read) -> PyTree:
     """Return an abstract state, which may be a part of the stored one, with the stored values."""
     name = "the abstract state"
     stored = _asked_for(meta.leaves, target)

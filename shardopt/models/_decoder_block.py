@@ -33,8 +33,9 @@ from shardopt.nn._projections import query_key_value
 from shardopt.nn._quantized_einsum import linear
 from shardopt.nn._rotary import rotate_by, rotated_heads
 from shardopt.nn._sequence_parallel import computes_by_halves, halves_of
+from shardopt.partition._plan import Shape
 
-Shapes = dict[str, tuple[int, ...]]
+Shapes = dict[str, Shape]
 _ATTENTION_OUT = "attention_out"
 """The name of the stream after attention; with post norms, of the last product of attention, which
 its norm needs.

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from shardopt import nn
 from shardopt.nn._low_rank import Weight
 from shardopt.nn._norm import rms_norm
+from shardopt.partition._plan import Shape
 
 _product = functools.partial(nn.quantized_einsum, precision=None)
 """The product with a weight, which may have an adapter."""
@@ -38,7 +39,7 @@ class LatentConfig(NamedTuple):
     rope: int
     value: int
 
-    def shapes(self, dim: int, num_heads: int) -> dict[str, tuple[int, ...]]:
+    def shapes(self, dim: int, num_heads: int) -> dict[str, Shape]:
         """Return the shapes of the weights of a block of width `dim`.
 
         Weights with one dim are norms.

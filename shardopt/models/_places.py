@@ -13,6 +13,7 @@ from shardopt.core import value_error
 from shardopt.models import decoder
 from shardopt.models._decoder_config import DecoderConfig
 from shardopt.models._family import Family
+from shardopt.partition._plan import Shape
 
 _PRODUCTS = frozenset(
     ("q", "k", "v", "kv", "q_down", "kv_down", "gate", "up", "down", "out", "kernel", "shared_gate")
@@ -32,8 +33,8 @@ class Place(NamedTuple):
     """
 
     leaf: str
-    numbers: tuple[int, ...]
-    shape: tuple[int, ...]
+    numbers: Shape
+    shape: Shape
     start: int
     outputs: int
     transposed: bool
@@ -61,8 +62,12 @@ class Place(NamedTuple):
         return self._replace(leaf="", shape=shape, transposed=True).of(matrix)
 
 
-def places_of(config: DecoderConfig, family: Family) -> dict[str, list[Place]]:
-    """Return tensor name -> its places; it has several if the tensor joins leaves."""
+Places = Mapping[str, list[Place]]
+"""Tensor name -> its places; it has several if the tensor joins leaves."""
+
+
+def places_of(config: DecoderConfig, family: Family) -> Places:
+    """Return the places of the tensors of a family."""
     shapes = decoder.leaf_shapes(config)
     places = {
         name: _join([leaf], (), shapes, family)
@@ -87,7 +92,7 @@ def places_of(config: DecoderConfig, family: Family) -> dict[str, list[Place]]:
     return places
 
 
-def tensor_shape(places: Iterable[Place]) -> tuple[int, ...]:
+def tensor_shape(places: Iterable[Place]) -> Shape:
     """Return the shape of the tensor that has these places."""
     places = list(places)
     first = places[0]
@@ -101,9 +106,7 @@ def tensor_shape(places: Iterable[Place]) -> tuple[int, ...]:
     return (outputs, inputs) if first.transposed else (inputs, outputs)
 
 
-def check_tensors(
-    folder: object, shapes: Mapping[str, tuple[int, ...]], places: Mapping[str, list[Place]]
-) -> None:
+def check_tensors(folder: object, shapes: Mapping[str, Shape], places: Places) -> None:
     """Refuse files that have other tensors than the decoder.
 
     Raises:
@@ -140,8 +143,8 @@ def is_ignored(name: str, config: DecoderConfig, family: Family) -> bool:
 
 def _join(
     leaves: list[str],
-    numbers: tuple[int, ...],
-    shapes: Mapping[str, tuple[int, ...]],
+    numbers: Shape,
+    shapes: Mapping[str, Shape],
     family: Family,
 ) -> list[Place]:
     places = []
@@ -155,7 +158,7 @@ def _join(
     return places
 
 
-def _is_packed(leaf: str, numbers: tuple[int, ...]) -> bool:
+def _is_packed(leaf: str, numbers: Shape) -> bool:
     """Return whether a tensor has all experts of a block, in the dims of the leaf."""
     return "/experts/" in leaf and len(numbers) == 1
 

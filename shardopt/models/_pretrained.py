@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
+from shardopt.checkpoint._memory import Bounds, bounds_of, local_bounds, shape_of
 from shardopt.checkpoint._store import barrier
 from shardopt.core import (
     PyTree,
@@ -35,9 +36,17 @@ from shardopt.models import decoder
 from shardopt.models._decoder_config import DecoderConfig
 from shardopt.models._families import FAMILIES, UNFIT
 from shardopt.models._fields import Fields, check_fields
-from shardopt.models._places import Place, check_tensors, is_ignored, places_of, tensor_shape
+from shardopt.models._places import (
+    Place,
+    Places,
+    check_tensors,
+    is_ignored,
+    places_of,
+    tensor_shape,
+)
 from shardopt.models._tensor_files import Part, Tensor, header_of, read_header
 from shardopt.optimizers import Matrix
+from shardopt.partition._plan import Shape
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.training._loggers import show_progress
 
@@ -53,7 +62,6 @@ _COPIED = (
     "generation_config.json",
 )
 _UNFINISHED = ".unfinished"
-Bounds = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +96,7 @@ class Pretrained:
         return decoder.matrices(self.config)
 
     @functools.cached_property
-    def places(self) -> dict[str, list[Place]]:
+    def places(self) -> Places:
         """Tensor name -> where the tensor lies in the decoder."""
         return places_of(self.config, FAMILIES[self.family])
 
@@ -234,7 +242,7 @@ def sharding_of_weight(
 def write_weights(
     folder: str | os.PathLike[str],
     params: PyTree,
-    places: Mapping[str, list[Place]],
+    places: Places,
     hf_config: Mapping[str, Any],
     *,
     source: Path | None = None,
@@ -411,16 +419,15 @@ def _load_leaf(
     leaf: jax.ShapeDtypeStruct, sharding: Sharding, sources: list[tuple[Tensor, Place]]
 ) -> jax.Array:
     """Return a leaf whose shards on this process were read from the files."""
-    indices = sharding.addressable_devices_indices_map(leaf.shape)
-    shards: dict[Bounds, np.ndarray] = {}
-    for index in indices.values():
-        bounds = _bounds(index, leaf.shape)
-        shards[bounds] = np.empty([stop - start for start, stop in bounds], leaf.dtype)
+    shards = {
+        bounds: np.empty(shape_of(bounds), leaf.dtype)
+        for bounds in local_bounds(leaf.update(sharding=sharding))
+    }
     for tensor, place in sources:
         for part, numbers in _parts(tensor, place, shards.items()):
             numbers[...] = part.read()
     return jax.make_array_from_callback(
-        leaf.shape, sharding, lambda index: shards[_bounds(index, leaf.shape)]
+        leaf.shape, sharding, lambda index: shards[bounds_of(index, leaf.shape)]
     )
 
 
@@ -433,7 +440,7 @@ def _save_leaf(leaf: Any, targets: list[tuple[Tensor, Place]]) -> None:
     else:
         shards = [((slice(None),) * leaf.ndim, leaf)] if jax.process_index() == 0 else []
     for index, data in shards:
-        bounds = _bounds(index, leaf.shape)
+        bounds = bounds_of(index, leaf.shape)
         numbers = np.asarray(data)
         for tensor, place in targets:
             for part, part_numbers in _parts(tensor, place, [(bounds, numbers)]):
@@ -457,7 +464,7 @@ def _parts(
 
 
 def _by_leaf(
-    places: Mapping[str, list[Place]], tensors: Mapping[str, Tensor]
+    places: Places, tensors: Mapping[str, Tensor]
 ) -> dict[str, list[tuple[Tensor, Place]]]:
     """Return leaf -> the tensors that it lies in, each with its place."""
     by_leaf: dict[str, list[tuple[Tensor, Place]]] = {}
@@ -465,13 +472,6 @@ def _by_leaf(
         for place in tensor_places:
             by_leaf.setdefault(place.leaf, []).append((tensors[name], place))
     return by_leaf
-
-
-def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
-    return tuple(
-        part.indices(size)[:2]
-        for part, size in zip(index or (slice(None),) * len(shape), shape, strict=True)
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -502,13 +502,13 @@ class _File:
 
 def _plan_files(
     folder: Path,
-    places: Mapping[str, list[Place]],
+    places: Places,
     leaves: Mapping[str, Any],
     dtype: DTypeLike | None,
     max_file_bytes: int,
 ) -> dict[str, _File]:
     """Return name -> file, each with the tensors that fit into `max_file_bytes`."""
-    groups: list[dict[str, tuple[np.dtype, tuple[int, ...]]]] = [{}]
+    groups: list[dict[str, tuple[np.dtype, Shape]]] = [{}]
     num_bytes = 0
     for name, tensor_places in places.items():
         stored = (

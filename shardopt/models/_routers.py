@@ -52,14 +52,11 @@ def first_routers(experts: ExpertsConfig, outer: Params, x: Float[Array, "B T D"
     """Return the statistics before the first block with experts."""
     B, (L, E) = x.shape[0], outer["router_load"].shape
     wide = wide_dtype(x.dtype)
-    needed = {
-        "probability": experts.balance in ("loss", "sequence_loss"),
-        "z_loss": bool(experts.z_loss),
-    }
-    shapes = {"probability": (B, L, E), "z_loss": (B, L)}
-    statistics = {
-        name: jnp.zeros(shapes[name], wide) for name, is_needed in needed.items() if is_needed
-    }
+    statistics = {}
+    if experts.balance in ("loss", "sequence_loss"):
+        statistics["probability"] = jnp.zeros((B, L, E), wide)
+    if experts.z_loss:
+        statistics["z_loss"] = jnp.zeros((B, L), wide)
     return Routers(_current_bias(experts, outer), jnp.zeros((B, L, E), wide), statistics)
 
 

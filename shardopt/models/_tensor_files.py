@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.core import error_text, num_bytes, value_error
+from shardopt.partition._plan import Shape
 
 _DTYPES = {
     "F64": np.dtype(np.float64),
@@ -40,11 +41,11 @@ class Tensor(NamedTuple):
 
     path: Path
     code: str
-    shape: tuple[int, ...]
+    shape: Shape
     offset: int
 
     @classmethod
-    def of(cls, path: Path, dtype: np.dtype, shape: tuple[int, ...], offset: int) -> "Tensor":
+    def of(cls, path: Path, dtype: np.dtype, shape: Shape, offset: int) -> "Tensor":
         """Return a tensor of a dtype in numpy."""
         return cls(path, _CODES[dtype], shape, offset)
 
@@ -110,7 +111,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
 
 
 def header_of(
-    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    tensors: Mapping[str, tuple[np.dtype, Shape]],
 ) -> tuple[bytes, dict[str, int], int]:
     """Return the first bytes of a file with these tensors, the offset of each tensor, and the size
     of the file.

@@ -35,6 +35,7 @@ from shardopt.nn._norm import apply_norm
 from shardopt.nn._order import row_length
 from shardopt.nn._sequence_parallel import gather_positions, shard_positions
 from shardopt.optimizers import Matrix
+from shardopt.partition._plan import Shape
 
 __all__ = [
     "BlockKind",
@@ -137,7 +138,7 @@ def _that_match(
     return tuple(entry for entry in entries if any(re.search(entry[0], path) for path in paths))
 
 
-def leaf_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+def leaf_shapes(config: DecoderConfig) -> dict[str, Shape]:
     """Return key path -> shape of each leaf."""
     return dict(leaves_with_paths(shapes_of(config), is_leaf=is_shape))
 
@@ -208,7 +209,7 @@ def init(config: DecoderConfig, rng: jax.Array) -> Params:
     scales: dict[str, float] = {"out": branch_scale, "down": branch_scale}
     scales |= {"embedding": 1 / config.dim} if config.tied else {}
 
-    def draw(name: str, shape: tuple[int, ...] | Params) -> PyTree:
+    def draw(name: str, shape: Shape | Params) -> PyTree:
         if isinstance(shape, dict):
             return {name: draw(name, part) for name, part in shape.items()}
         if name.endswith("norm"):
@@ -362,17 +363,10 @@ def _run_blocks(config: DecoderConfig, blocks: Params, stream: BlockStream) -> B
 def _final_norm_and_head(
     config: DecoderConfig, outer: Params, x: Float[Array, "B T D"]
 ) -> tuple[Array, Array]:
-    outer = layers.cast(
-        {
-            name: outer[name]
-            for name in ("norm", "norm_bias", "embedding", "head")
-            if name in outer and (config.tied or name != "embedding")
-        },
-        config.dtype,
-    )
-    normed = apply_norm(config.norm, outer, "norm", x, config.norm_epsilon)
-    head = outer["embedding" if config.tied else "head"]
-    return normed, head
+    head = "embedding" if config.tied else "head"
+    leaves = {name: outer[name] for name in (*norm_leaves(config, "norm"), head)}
+    leaves = layers.cast(leaves, config.dtype)
+    return apply_norm(config.norm, leaves, "norm", x, config.norm_epsilon), leaves[head]
 
 
 def _loss(config: DecoderConfig, outer: Params, stream: BlockStream, batch: Batch) -> Loss:

@@ -46,7 +46,7 @@ from shardopt.nn._cpu import queries_at_a_time
 from shardopt.nn._exchange import GatheredKeys, exchanged_attention
 from shardopt.nn._ids import as_int32, integers
 from shardopt.nn._order import CONTEXT
-from shardopt.nn._regions import axes_of_roles, dividing_axes
+from shardopt.nn._regions import Axes, axes_of_roles, dividing_axes
 from shardopt.nn._ring import Ring, ring_of
 from shardopt.partition._divisible import sizes_that_divide
 from shardopt.trace._marks import ATTENTION, marked
@@ -246,7 +246,7 @@ class _AttentionOverContext:
       method: the method that the user asks for; None to choose.
     """
 
-    axes: tuple[str, ...]
+    axes: Axes
     rule: MaskRule
     implementation: Implementation | None
     method: Method | None

@@ -6,6 +6,7 @@ for each expert, directly to the place where its rows begin at the receiver. So 
 are sorted by expert too.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -16,8 +17,7 @@ from jaxtyping import Array, Float, Int
 from shardopt.collectives._shards import all_to_all
 from shardopt.core import wide_dtype
 from shardopt.mesh import device_kind_or_default
-
-Axes = tuple[str, ...]
+from shardopt.nn._regions import Axes
 
 
 class SortedChoices(NamedTuple):
@@ -58,13 +58,14 @@ spread.defvjp(
 )
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def combine(
     rows: Float[Array, "nK D"], order: Array, inverse: Array, tokens: int
 ) -> Float[Array, "n D"]:
     """Return the sum over each token's choices, computed in float32 at least: the transpose of
     `spread`.
     """
-    return _combine(tokens, rows, order, inverse)
+    return _sum_choices(tokens, rows, inverse)
 
 
 def _sum_choices(tokens: int, rows: Array, inverse: Array) -> Array:
@@ -74,11 +75,8 @@ def _sum_choices(tokens: int, rows: Array, inverse: Array) -> Array:
     return jnp.sum(rows_of_choices, axis=0, dtype=wide_dtype(rows.dtype)).astype(rows.dtype)
 
 
-_combine = jax.custom_vjp(
-    lambda tokens, rows, order, inverse: _sum_choices(tokens, rows, inverse), nondiff_argnums=(0,)
-)
-_combine.defvjp(
-    lambda tokens, rows, order, inverse: (_sum_choices(tokens, rows, inverse), (order, inverse)),
+combine.defvjp(
+    lambda rows, order, inverse, tokens: (_sum_choices(tokens, rows, inverse), (order, inverse)),
     lambda tokens, residuals, grad: (spread(grad, *residuals), None, None),
 )
 

@@ -22,8 +22,7 @@ from shardopt.kernels._flash import (
     gradients,
 )
 from shardopt.nn._blocks_of_keys import Attention, Operands
-
-Axes = tuple[str, ...]
+from shardopt.nn._regions import Axes
 
 
 def exchanged_attention(

@@ -1,6 +1,7 @@
 """`LowRank`: a weight plus a small product of two matrices, as one node of a pytree."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -124,6 +125,8 @@ class LowRank:
 
 Weight = Array | LowRank | RoundedWeight
 """A weight of a model: an array, with an adapter, or rounded to 8 bits."""
+Weights = Mapping[str, Any]
+"""The weights of a part of a block by name."""
 
 
 def as_array(weight: Any) -> Any:

@@ -23,7 +23,7 @@ from shardopt.mesh import axes_of_role, is_analysed, mesh_under_trace, not_manua
 from shardopt.nn._dispatch import combine, plan_exchange, send, sorted_by_expert, spread
 from shardopt.nn._low_rank import as_array
 from shardopt.nn._order import CONTEXT
-from shardopt.nn._regions import dividing_axes
+from shardopt.nn._regions import Axes, dividing_axes
 from shardopt.nn._router import RouterStatistics, Routing, Score, dense_weights, route
 from shardopt.partition._plan import EXPERT
 from shardopt.trace._marks import EXPERTS, marked
@@ -208,8 +208,8 @@ class _Axes(NamedTuple):
       tensor: the axes that shard hidden units.
     """
 
-    expert: tuple[str, ...] = ()
-    tensor: tuple[str, ...] = ()
+    expert: Axes = ()
+    tensor: Axes = ()
 
 
 def _route_and_run(
@@ -359,7 +359,7 @@ def _analysed_experts(
 def _on_each_device(
     run: Callable[[_Axes, _Inputs], tuple[Array, RouterStatistics]],
     inputs: _Inputs,
-    axes: tuple[str, ...],
+    axes: Axes,
     *,
     travels: bool,
 ) -> tuple[Array, RouterStatistics]:
@@ -469,7 +469,7 @@ def _check_weights(label: str, weights: Weights, dims: tuple[str, ...], x: Array
 
 
 def _weight_specs(
-    weights: Weights, expert_axes: tuple[str, ...], tensor_axes: tuple[str, ...]
+    weights: Weights, expert_axes: Axes, tensor_axes: Axes
 ) -> dict[str, PartitionSpec]:
     """Return how the region shards each weight: experts, and hidden units."""
     specs = {

@@ -1,7 +1,6 @@
 """The mlp of a block: gate and up in one product or in two, an activation, and down."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -10,7 +9,7 @@ from jaxtyping import Array, Float
 from shardopt.collectives._per_device import TENSOR
 from shardopt.core._rounding import Precision
 from shardopt.mesh import device_kind_or_default, mesh_under_trace
-from shardopt.nn._low_rank import Weight
+from shardopt.nn._low_rank import Weight, Weights
 from shardopt.nn._memory_layout import components_last, split_parts
 from shardopt.nn._parted_products import Parts, products_with_parts
 from shardopt.nn._quantized_einsum import add_bias, linear, quantized_einsum
@@ -23,7 +22,7 @@ Activation = Callable[[Array], Array]
 
 def mlp(
     x: Float[Array, "B T D"],
-    weights: Mapping[str, Any],
+    weights: Weights,
     activation: Activation,
     *,
     precision: Precision | None = None,
@@ -62,7 +61,7 @@ def mlp(
 
 def _hidden_parts(
     x: Array,
-    weights: Mapping[str, Any],
+    weights: Weights,
     shard: Callable[[Array], Array],
     precision: Precision | None,
 ) -> list[Float[Array, "B T F"]]:
@@ -81,7 +80,7 @@ def _hidden_parts(
 
 def _parts_on_tpu(
     x: Array,
-    weights: Mapping[str, Any],
+    weights: Weights,
     shard: Callable[[Array], Array],
     precision: Precision | None,
 ) -> list[Float[Array, "B T F"]]:

@@ -5,7 +5,6 @@ other layers read too.
 """
 
 import functools
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -18,6 +17,7 @@ from jaxtyping import Array, Float
 from shardopt.core import widened
 from shardopt.kernels._devices import on_tensor_shards
 from shardopt.kernels._norm import gradient_of_norm, inverse_rms, rsqrt_of_mean_square, takes_norm
+from shardopt.nn._low_rank import Weights
 from shardopt.nn._quantized_einsum import add_bias
 
 
@@ -120,7 +120,7 @@ Norm = Literal["rms", "rms_plus_one", "layer"]
 
 
 def apply_norm(
-    kind: Norm, weights: Mapping[str, Any], name: str, x: Float[Array, "*batch D"], epsilon: float
+    kind: Norm, weights: Weights, name: str, x: Float[Array, "*batch D"], epsilon: float
 ) -> Float[Array, "*batch D"]:
     """Return x normed by the leaf `name`, by a kind of norm."""
     if kind == "layer":

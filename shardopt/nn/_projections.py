@@ -1,20 +1,18 @@
 """Queries, keys and values from one, two or three products."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from shardopt.core._rounding import Precision
 from shardopt.mesh import device_kind_or_default
+from shardopt.nn._low_rank import Weights
 from shardopt.nn._memory_layout import split_parts
 from shardopt.nn._parted_products import Parts, products_with_parts
 from shardopt.nn._quantized_einsum import linear
 
 
 def query_key_value(
-    x: Float[Array, "B T D"], weights: Mapping[str, Any], precision: Precision | None
+    x: Float[Array, "B T D"], weights: Weights, precision: Precision | None
 ) -> tuple[Array, Array, Array]:
     """Return queries [B, T, H, K], and keys and values [B, T, G, K].
 

@@ -1,8 +1,5 @@
 """`quantized_einsum`: the product of activations and a weight, which may have an adapter, in 8 bits or not."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -12,7 +9,7 @@ from shardopt.low_precision._einsum import opened, parse_subscripts, product_in_
 from shardopt.low_precision._numbers import check_precision
 from shardopt.low_precision._weight import RoundedWeight
 from shardopt.nn._cpu import product_of_matrices, takes_matrices
-from shardopt.nn._low_rank import LowRank
+from shardopt.nn._low_rank import LowRank, Weights
 
 
 def quantized_einsum(
@@ -115,7 +112,7 @@ def _check_operands(
 def linear(
     subscripts: str,
     x: Float[Array, "..."],
-    weights: Mapping[str, Any],
+    weights: Weights,
     name: str,
     *,
     precision: Precision | None,

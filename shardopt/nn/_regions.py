@@ -4,13 +4,16 @@ from collections.abc import Collection
 
 from shardopt.mesh import axes_of_role, mesh_under_trace, size_along
 
+Axes = tuple[str, ...]
+"""Names of mesh axes."""
 
-def axes_of_roles(auto_axes: Collection[str], *roles: str) -> tuple[str, ...]:
+
+def axes_of_roles(auto_axes: Collection[str], *roles: str) -> Axes:
     """Return the axes of these roles that are still automatic."""
     return tuple(axis for role in roles for axis in axes_of_role(role) if axis in auto_axes)
 
 
-def dividing_axes(length: int, auto_axes: Collection[str], *roles: str) -> tuple[str, ...]:
+def dividing_axes(length: int, auto_axes: Collection[str], *roles: str) -> Axes:
     """Return the axes of these roles if their devices divide a length.
 
     Otherwise return none: each of these devices then has the whole length, and repeats its work.

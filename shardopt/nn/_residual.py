@@ -1,10 +1,10 @@
 """The residual stream of a block: what its branches read, and how they add to it."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxtyping import Array
 
+from shardopt.nn._low_rank import Weights
 from shardopt.nn._norm import Norm, apply_norm, norm_of_stream
 from shardopt.nn._sequence_parallel import gather_positions, shard_positions
 
@@ -26,7 +26,7 @@ class Residual(NamedTuple):
     post_norms: bool
     sharded: bool
 
-    def input(self, weights: Mapping[str, Any], x: Array, name: str) -> tuple[Array, Array]:
+    def input(self, weights: Weights, x: Array, name: str) -> tuple[Array, Array]:
         """Return x, and the input of a branch.
 
         `name` names the products that read the input.
@@ -44,11 +44,11 @@ class Residual(NamedTuple):
         )
         return x, gather(normed)
 
-    def add(self, weights: Mapping[str, Any], x: Array, out: Array) -> Array:
+    def add(self, weights: Weights, x: Array, out: Array) -> Array:
         """Return the stream plus the output of a branch."""
         shard = shard_positions if self.sharded else lambda x: x
         out = self._normed(weights, "post_norm", shard(out), self.post_norms)
         return shard(x + out)
 
-    def _normed(self, weights: Mapping[str, Any], name: str, x: Array, has_norm: bool) -> Array:
+    def _normed(self, weights: Weights, name: str, x: Array, has_norm: bool) -> Array:
         return apply_norm(self.norm, weights, name, x, self.epsilon) if has_norm else x

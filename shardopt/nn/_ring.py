@@ -21,6 +21,7 @@ from shardopt.kernels._flash import (
     gradients,
 )
 from shardopt.mesh import axes_of_role, device_kind_or_default, mesh_under_trace
+from shardopt.nn._regions import Axes
 
 T = TypeVar("T")
 
@@ -38,7 +39,7 @@ class Ring(NamedTuple):
       splash: whether the Pallas kernel absorbs the blocks; it needs natural order without a window.
     """
 
-    axes: tuple[str, ...]
+    axes: Axes
     size: int
     stride: int
     hops: int
@@ -133,7 +134,7 @@ class Ring(NamedTuple):
 
 
 def ring_of(
-    axes: tuple[str, ...],
+    axes: Axes,
     size: int,
     length: int,
     rule: MaskRule,

@@ -367,15 +367,9 @@ def trim_malloc() -> None:
     References:
       malloc_trim(3), Linux man-pages.
     """
-    _trim()(0)
-
-
-@functools.cache
-def _trim() -> Callable[[int], int]:
-    # another C library, without this function
+    # another C library lacks this function
     with contextlib.suppress(OSError, AttributeError, TypeError):
-        return ctypes.CDLL(None).malloc_trim
-    return lambda _: 0
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def gather_to_host(leaf: jax.Array | np.ndarray) -> np.ndarray:

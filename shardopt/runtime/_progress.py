@@ -136,12 +136,12 @@ def mark(
     """
     now = time.monotonic()
     previous = _lanes.get(lane)
-    step = (previous.step if previous else 0) if step is None else step
-    is_new_step = previous is None or step != previous.step
+    if step is None:
+        step = previous.step if previous else 0
     if previous is not None and not interrupts:
         _note_duration(lane, previous.phase, now - previous.began)
     expected_seconds = -1.0 if phase == START else _durations.get((lane, phase), (0, -1.0))[1]
-    number = 0 if is_new_step or previous is None else previous.number + 1
+    number = previous.number + 1 if previous is not None and previous.step == step else 0
     _lanes[lane] = ProgressMark(step, number, phase, now, expected_seconds, threading.get_ident())
 
 

@@ -21,6 +21,9 @@ from shardopt.core import (
     value_error,
 )
 
+HostMetrics = dict[str, float]
+"""Metrics as numbers, on the host."""
+
 
 class Meter:
     """Takes the metrics of each step as device arrays, and returns them as numbers once they have
@@ -43,12 +46,12 @@ class Meter:
     def __init__(
         self,
         checkpoints: Checkpoints | None,
-        report_skipped: Callable[[int, int, dict[str, float]], None],
+        report_skipped: Callable[[int, int, HostMetrics], None],
     ):
         self._checkpoints = checkpoints
         self._report_skipped = report_skipped
         self._pending: _Pending | None = None
-        self._newest_metrics: dict[str, float] = {}
+        self._newest_metrics: HostMetrics = {}
         self._measured_from: float | None = None
         self._steps = self._examples = 0
 
@@ -61,7 +64,7 @@ class Meter:
         examples: int,
         reported: bool,
         tolerated: jax.Array | None = None,
-    ) -> tuple[int, dict[str, float]] | None:
+    ) -> tuple[int, HostMetrics] | None:
         """Take a step whose scalar metrics are still being computed.
 
         Return the metrics of the previous step, or None.
@@ -91,7 +94,7 @@ class Meter:
         fetched = self._fetch(previous, all_metrics=previous.reported)
         return (previous.step, fetched) if previous.reported else None
 
-    def settle(self) -> dict[str, float]:
+    def settle(self) -> HostMetrics:
         """Wait for the newest step and return its metrics; return {} if there was no step."""
         if self._pending is not None:
             self._newest_metrics = self._fetch(self._pending, all_metrics=True)
@@ -109,7 +112,7 @@ class Meter:
             self._steps = 0
             self._examples = 0
 
-    def _fetch(self, pending: "_Pending", *, all_metrics: bool) -> dict[str, float]:
+    def _fetch(self, pending: "_Pending", *, all_metrics: bool) -> HostMetrics:
         tolerated = pending.tolerated is not None and bool(jax.device_get(pending.tolerated))
         loss = pending.metrics["loss"]
         if all_metrics or tolerated or _has_transfer_guard():
@@ -127,7 +130,7 @@ class Meter:
             _fail(cause, pending.step - 1, pending.position, self._checkpoints)
         return values | self._speed(pending.examples, finished=all_metrics)
 
-    def _speed(self, examples: int, *, finished: bool) -> dict[str, float]:
+    def _speed(self, examples: int, *, finished: bool) -> HostMetrics:
         now = time.perf_counter()
         if self._measured_from is None:
             self._measured_from = now

@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from shardopt.checkpoint._checkpoints import Checkpoints, check_may_resume
 from shardopt.checkpoint._hashed import is_hashed
 from shardopt.checkpoint._memory import MemorySnapshot, place_snapshot
-from shardopt.checkpoint._tree import Json
+from shardopt.checkpoint._tree import Json, JsonObject
 from shardopt.core import (
     CheckpointError,
     DamagedCheckpointError,
@@ -153,7 +153,7 @@ class SavedStates:
         state: TrainState | DeferredInit,
         checkpoints: Checkpoints,
         snapshot: MemorySnapshot | None,
-    ) -> tuple[int, TrainState | None, dict[str, Json], str]:
+    ) -> tuple[int, TrainState | None, JsonObject, str]:
         """Return the step, state, extra and source of the snapshot or of the newest checkpoint.
 
         The state is None if there is none.
@@ -216,7 +216,7 @@ def _free(state: TrainState, hash_only: Sequence[re.Pattern[str]]) -> None:
             leaf.delete()
 
 
-def pack(stream: BatchStream, rule: EarlyStopping | None, state: StoppingState) -> dict[str, Json]:
+def pack(stream: BatchStream, rule: EarlyStopping | None, state: StoppingState) -> JsonObject:
     """Return the position of the batches, and the state of early stopping, for a checkpoint."""
     return {
         "batches": stream.position(),

@@ -23,7 +23,7 @@ from shardopt.training._evaluation import call_evaluate
 from shardopt.training._goodput import Ledger
 from shardopt.training._hooks import Hook
 from shardopt.training._loggers import Display, Log, open_log, show_progress
-from shardopt.training._metrics import Meter, check_state, is_finite_on_host
+from shardopt.training._metrics import HostMetrics, Meter, check_state, is_finite_on_host
 from shardopt.training._norms import NormLog
 from shardopt.training._profile import Profiler
 from shardopt.training._resume import (
@@ -95,8 +95,8 @@ class FitRun:
     is_observed: bool = True
     may_skip: bool = False
     measured_step: int = 0
-    evaluation_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
-    history: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    evaluation_metrics: HostMetrics = dataclasses.field(default_factory=dict)
+    history: list[HostMetrics] = dataclasses.field(default_factory=list)
 
     def next_batch(self) -> PyTree:
         """Return the next batch, or `END` if there is no next step."""
@@ -197,13 +197,13 @@ class FitRun:
         with self.stop.turn.away():
             agree("fit", self.step, range(jax.process_count()))
 
-    def wait(self) -> dict[str, float]:
+    def wait(self) -> HostMetrics:
         """Wait for the last step, and return its metrics; empty if no step was taken."""
         for hook in self.hooks:
             hook.at_wait()
         return self.meter.settle()
 
-    def evaluate(self, state: TrainState, metrics: dict[str, float]) -> dict[str, float]:
+    def evaluate(self, state: TrainState, metrics: HostMetrics) -> HostMetrics:
         """Return the metrics of the user's `evaluate`; `metrics` are the metrics of training."""
         evaluate = self.arguments.evaluate
         if evaluate is None:
@@ -216,7 +216,7 @@ class FitRun:
         with self.stop.turn.away(), stop_points(self.stop.check_batch), leavable:
             return call_evaluate(evaluate, state, metrics, self.show_evaluation)
 
-    def observe(self, metrics: dict[str, float]) -> None:
+    def observe(self, metrics: HostMetrics) -> None:
         """Let early stopping see the metrics that are due."""
         arguments = self.arguments
         rule = arguments.early_stopping
@@ -244,11 +244,10 @@ class FitRun:
         self.ledger.enter("agree")
         self.wait_for_all()
         self.stopped = common_verdict(self.stop.verdict, self.stopped, due=True)
-        self.wait()
+        metrics = self.wait()
         final_state = self.state
         if self.arguments.local_updates:
             final_state = self.arguments.opt.synchronize(final_state)
-        metrics = self.meter.settle()
         if metrics:
             self.report_last(final_state, metrics)
             self.wait_for_all()
@@ -261,7 +260,7 @@ class FitRun:
             )
         return final_state
 
-    def report_last(self, final_state: TrainState, metrics: dict[str, float]) -> None:
+    def report_last(self, final_state: TrainState, metrics: HostMetrics) -> None:
         """Evaluate the last state if it was not evaluated, and report metrics that were not
         reported.
         """
@@ -276,7 +275,7 @@ class FitRun:
         if last_metrics:
             self.report(self.step, last_metrics)
 
-    def evaluate_last(self, final_state: TrainState, metrics: dict[str, float]) -> dict[str, float]:
+    def evaluate_last(self, final_state: TrainState, metrics: HostMetrics) -> HostMetrics:
         """Evaluate the last state, unless a signal ends that."""
         try:
             return self.evaluate(final_state, metrics)
@@ -294,7 +293,7 @@ class FitRun:
         self.ledger.enter("evaluate")
         self.display.evaluate(done, total)
 
-    def report(self, step: int, metrics: dict[str, float]) -> None:
+    def report(self, step: int, metrics: HostMetrics) -> None:
         """Add metrics to the history, log them and show them."""
         if "steps_per_second" in metrics:
             metrics = {**metrics, "goodput": self.ledger.total().fraction}
@@ -305,7 +304,7 @@ class FitRun:
         self.write_log(step, metrics)
         self.display.report(step, metrics)
 
-    def check_finite(self, metrics: dict[str, float]) -> None:
+    def check_finite(self, metrics: HostMetrics) -> None:
         """Refuse a state that is not finite, before it is saved or returned."""
         self.ledger.enter("checkpoint")
         check_state(
@@ -316,7 +315,7 @@ class FitRun:
             checkpoints=self.arguments.checkpoints,
         )
 
-    def save(self, metrics: dict[str, float]) -> None:
+    def save(self, metrics: HostMetrics) -> None:
         """Write a checkpoint, unless there is one of this step."""
         checkpoints = self.arguments.checkpoints
         if checkpoints is not None and self.saved_step != self.step:
@@ -469,7 +468,7 @@ def _with_turn_away(stop: Stop, write_log: Log) -> Log:
 
 
 def _report_skipped(
-    say: Callable[[str], None], write_log: Log, step: int, position: int, metrics: dict[str, float]
+    say: Callable[[str], None], write_log: Log, step: int, position: int, metrics: HostMetrics
 ) -> None:
     """Say and log that the optimizer skipped a step."""
     values = ", ".join(

@@ -4,12 +4,12 @@ import base64
 import importlib
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from shardopt.checkpoint._tree import Json
+from shardopt.checkpoint._tree import Json, JsonObject
 from shardopt.core import PyTree, format_error, plural
 from shardopt.step._global_rows import END
 
@@ -58,7 +58,7 @@ class Source:
         if self._owner is self._batches and self._methods is _LOADER_METHODS:
             self._iterator = iter(self._batches)
 
-    def refusal(self, state: Mapping[str, Json], count: int) -> ValueError | None:
+    def refusal(self, state: JsonObject, count: int) -> ValueError | None:
         """Move to a saved state; return an error if it is refused.
 
         Args:
@@ -83,7 +83,7 @@ def _has(value: Any, methods: tuple[str, str]) -> bool:
     return all(callable(getattr(value, method, None)) for method in methods)
 
 
-def encode_state(state: object) -> dict[str, Json]:
+def encode_state(state: object) -> JsonObject:
     """Return a state as JSON, which `decode_state` reverses.
 
     Raises:
@@ -110,7 +110,7 @@ def _survives_json(state: object) -> bool:
         return False
 
 
-def decode_state(saved: Mapping[str, Json]) -> Any:
+def decode_state(saved: JsonObject) -> Any:
     """Return the state that `encode_state` encoded."""
     return saved["json"] if "json" in saved else _untagged(saved["tagged"])
 

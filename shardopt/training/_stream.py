@@ -5,7 +5,7 @@ import dataclasses
 import json
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from shardopt.checkpoint._multihost import exchange
-from shardopt.checkpoint._tree import Json
+from shardopt.checkpoint._tree import JsonObject
 from shardopt.core import PyTree, format_error, is_key, plural
 from shardopt.losses._batch_dims import row_counts
 from shardopt.step._batches import as_arrays
@@ -53,16 +53,14 @@ class RowCounts(NamedTuple):
         last = self.last if later.total == 0 else later.last
         return RowCounts(self.total + later.total, self.first, last)
 
-    def of_all(self, rows: "Rows | None", *, is_global: bool) -> "RowCounts":
+    def of_all(self, rows: Rows, *, is_global: bool) -> "RowCounts":
         """Return the counts of all processes; all must call it.
 
         Args:
-          rows: knows which processes pass which rows; None if this process is alone.
+          rows: knows which processes pass which rows.
           is_global: whether each process passes the rows of all.
         """
         messages = exchange(json.dumps(self))
-        if rows is None:
-            return self
         ranks = [0] if is_global else rows.leaders
         counts = [json.loads(messages[rank]) for rank in ranks]
         total, first, last = (
@@ -88,7 +86,7 @@ class BatchStream:
 
     Args:
       batches: the batches of this process.
-      rows: knows which processes pass which rows; None if this process is alone.
+      rows: knows which processes pass which rows.
       while_drawing: returns a context for the code of the user that makes a batch.
 
     Attributes:
@@ -99,7 +97,7 @@ class BatchStream:
     def __init__(
         self,
         batches: Iterable[PyTree],
-        rows: "Rows | None" = None,
+        rows: Rows,
         while_drawing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self._rows = rows
@@ -107,7 +105,7 @@ class BatchStream:
         batches, self._are_global = unwrap(batches)
         self._source = Source(batches)
         self._last_batch: PyTree = None
-        self._held_position: Callable[[], dict[str, Json]] | None = None
+        self._held_position: Callable[[], JsonObject] | None = None
         # of all processes before a restore; of this process since
         self._restored = RowCounts()
         self._counts = RowCounts()
@@ -149,14 +147,14 @@ class BatchStream:
         """Let the position be after the last batch."""
         self._held_position = None
 
-    def position(self) -> dict[str, Json]:
+    def position(self) -> JsonObject:
         """Return the position as JSON; all processes must call it."""
         return (self._held_position or self._position_now(self._state()))()
 
     def _state(self) -> object:
         return self._source.state() if self._next is None else self._next[1]
 
-    def _position_now(self, state: object) -> Callable[[], dict[str, Json]]:
+    def _position_now(self, state: object) -> Callable[[], JsonObject]:
         """Return a function that returns the present position, also after more batches are drawn.
 
         What takes time, or all processes, waits until it is called.
@@ -166,8 +164,8 @@ class BatchStream:
         restored = self._restored
         counts = self._counts
 
-        def position() -> dict[str, Json]:
-            position: dict[str, Json] = {"drawn": drawn, "state": None}
+        def position() -> JsonObject:
+            position: JsonObject = {"drawn": drawn, "state": None}
             if self._source.has_state:
                 states = [json.loads(text) for text in exchange(json.dumps(encode_state(state)))]
                 position["state"] = states[0]
@@ -191,16 +189,14 @@ class BatchStream:
         """Return how many processes share the rows of a batch, by default of the last one."""
         batch = self._last_batch if batch is None else batch
         is_global = self._are_global or isinstance(batch, GlobalRows)
-        return 1 if is_global or self._rows is None else len(self._rows.leaders)
+        return 1 if is_global else len(self._rows.leaders)
 
     def _num_rows(self, batch: PyTree) -> int | None:
         """Return the rows of a batch of this process; None if its leaves do not agree."""
-        if self._rows is None:
-            return None
         counts = row_counts(self._rows.config, unwrap(batch)[0])
         return next(iter(counts)) if len(counts) == 1 else None
 
-    def restore(self, position: Mapping[str, Json]) -> str:
+    def restore(self, position: JsonObject) -> str:
         """Move to a saved position; return a text about how it was done.
 
         Raises:
@@ -232,11 +228,11 @@ class BatchStream:
             self._check_values(position, _checksum_of_values(self._last_batch, self._rows))
         return f"the data by drawing {plural(count, 'batch')}"
 
-    def _processes_changed(self, position: Mapping[str, Json]) -> bool:
+    def _processes_changed(self, position: JsonObject) -> bool:
         """Return whether another number of processes passed the rows of the last batch before."""
         return position.get("processes") not in (None, self._num_parts())
 
-    def _restore_state(self, state: Mapping[str, Json], count: int, counts: RowCounts) -> bool:
+    def _restore_state(self, state: JsonObject, count: int, counts: RowCounts) -> bool:
         """Move to a saved state; return False if batches have another size than before it.
 
         Then the first batch is drawn.
@@ -261,7 +257,7 @@ class BatchStream:
         self._counts = RowCounts()
         return True
 
-    def _goes_on(self, state: Mapping[str, Json], counts: RowCounts) -> bool:
+    def _goes_on(self, state: JsonObject, counts: RowCounts) -> bool:
         """Draw the next batch without counting it; return whether it has the rows of the last."""
         batch = self._look_ahead()
         self._next = batch, decode_state(state)
@@ -298,7 +294,7 @@ class BatchStream:
             fix = "pass a fresh iterator over the same data."
             raise ValueError(format_error("fit", problem, fix=fix))
 
-    def _draw_rows(self, position: Mapping[str, Json], counts: RowCounts) -> str:
+    def _draw_rows(self, position: JsonObject, counts: RowCounts) -> str:
         """Draw as many rows as before the save, in batches of another size.
 
         If another number of processes drew them, the last batch before the save is compared, where
@@ -344,7 +340,7 @@ class BatchStream:
             self._check_order({"last": position.get("last_row")}, slice(-1, None))
         return description
 
-    def _check_values(self, position: Mapping[str, Json], checksum: int) -> None:
+    def _check_values(self, position: JsonObject, checksum: int) -> None:
         """Refuse rows that have other values than the last batch before the save, which another
         number of processes drew.
         """
@@ -363,7 +359,7 @@ class BatchStream:
         )
         raise ValueError(format_error("fit", problem, fix=fix))
 
-    def _check_order(self, position: Mapping[str, Json], rows: slice = _FIRST_ROWS) -> None:
+    def _check_order(self, position: JsonObject, rows: slice = _FIRST_ROWS) -> None:
         """Warn if the last batch is not the one that was drawn before the save."""
         saved_checksum = position.get("last")
         if jax.process_index() or saved_checksum is None:
@@ -400,7 +396,7 @@ class OwnBatches:
 
 
 def global_batches(
-    stream: BatchStream, rows: "Rows", say: Callable[[str], None]
+    stream: BatchStream, rows: Rows, say: Callable[[str], None]
 ) -> "OwnBatches | AgreedStream":
     """Return what draws the global batches of the processes of a mesh.
 
@@ -433,25 +429,20 @@ def _checksum(batch: PyTree, rows: slice = _FIRST_ROWS) -> int | None:
     return checksum
 
 
-def _checksum_of_values(batch: PyTree, rows: "Rows | None") -> int:
+def _checksum_of_values(batch: PyTree, rows: Rows) -> int:
     """Return a number that distinguishes global batches by their values, in any order.
 
     All processes must call it.
 
     Args:
       batch: the batch of this process.
-      rows: knows which processes pass which rows; None if this process is alone.
+      rows: knows which processes pass which rows.
     """
     batch, is_global = unwrap(batch)
     batch = as_arrays("fit", batch)
-    is_counted = is_global or rows is None or jax.process_index() in rows.leaders
+    is_counted = is_global or jax.process_index() in rows.leaders
     local_checksum = 0
-    leaves = (
-        jax.tree.leaves(batch)
-        if rows is None
-        else [leaf for leaf, _ in leaves_with_rows(rows.config, batch)]
-    )
-    for leaf in leaves:
+    for leaf, _ in leaves_with_rows(rows.config, batch):
         for values in _own_values(leaf, is_counted=is_counted):
             unsigned = np.ascontiguousarray(values).reshape(-1).view(_unsigned(values.dtype))
             mixed = unsigned.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1)

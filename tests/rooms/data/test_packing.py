@@ -8,12 +8,14 @@ import re
 
 import grain
 import numpy as np
+import optax
 import pytest
 from hypothesis import strategies as st
 from support.fuzz import fuzz
 
 import shardopt as so
 from shardopt import data
+from shardopt.step._global_rows import RowsOfOne
 
 pytestmark = pytest.mark.fast
 
@@ -236,14 +238,13 @@ def test_windows_become_inputs_and_targets(tmp_path):
 
 
 def test_the_position_of_a_run_in_packed_rows_is_saved_by_fit():
-    stream = so.training._stream.BatchStream(
-        data.pack([np.arange(1, 8)] * 9, 8, open_rows=3).batch(2)
-    )
+    rows = RowsOfOne(so.ddp(optax.sgd(0.1), so.make_mesh(), lambda params, batch: 0.0).config)
+    batches = data.pack([np.arange(1, 8)] * 9, 8, open_rows=3).batch(2)
+    stream = so.training._stream.BatchStream(batches, rows)
     stream.draw()
     position = json.loads(json.dumps(stream.position()))
     expected = stream.draw()
-    fresh = so.training._stream.BatchStream(
-        data.pack([np.arange(1, 8)] * 9, 8, open_rows=3).batch(2)
-    )
+    batches = data.pack([np.arange(1, 8)] * 9, 8, open_rows=3).batch(2)
+    fresh = so.training._stream.BatchStream(batches, rows)
     assert fresh.restore(position) == "the data from its saved state"
     assert_same_rows([fresh.draw()], [expected])

@@ -3,6 +3,7 @@
 A run that is broken off and resumed equals one that never was, bit for bit.
 """
 
+import functools
 import itertools
 import json
 import re
@@ -10,13 +11,25 @@ import re
 import grain
 import jax
 import numpy as np
+import optax
 import pytest
 from support.tiers import tiered
 
 import shardopt as so
+from shardopt.step._global_rows import RowsOfOne
 from shardopt.training import EarlyStopping
 from shardopt.training._fit import fit
 from shardopt.training._stream import END, BatchStream
+
+
+@functools.cache
+def own_rows():
+    """Return the rows of a mesh of one process."""
+    return RowsOfOne(so.ddp(optax.sgd(0.1), so.make_mesh(), lambda params, batch: 0.0).config)
+
+
+def own_stream(batches):
+    return BatchStream(batches, own_rows())
 
 
 def draw(stream, count):
@@ -25,7 +38,7 @@ def draw(stream, count):
 
 def put_back(batches, position):
     """Return a stream at the position, which went through JSON, and how it got there."""
-    stream = BatchStream(batches)
+    stream = own_stream(batches)
     how = stream.restore(json.loads(json.dumps(position)))
     return stream, how
 
@@ -52,7 +65,7 @@ POSITIONS = {
 @pytest.mark.parametrize("source", POSITIONS)
 def test_a_stream_goes_on_from_its_position(source, count):
     make = POSITIONS[source]
-    stream = BatchStream(make())
+    stream = own_stream(make())
     draw(stream, count)
     restored, how = put_back(make(), stream.position())
     assert restored.drawn == stream.drawn == count
@@ -65,7 +78,7 @@ def test_a_stream_goes_on_from_its_position(source, count):
 
 
 def test_a_stream_that_ended_resumes_at_its_end():
-    stream = BatchStream([1, 2])
+    stream = own_stream([1, 2])
     assert draw(stream, 4) == [1, 2, END, END]
     assert stream.drawn == 2
     restored, _ = put_back([1, 2], stream.position())
@@ -73,7 +86,7 @@ def test_a_stream_that_ended_resumes_at_its_end():
 
 
 def test_too_few_batches_are_refused():
-    stream = BatchStream(range(9))
+    stream = own_stream(range(9))
     draw(stream, 5)
     message = (
         "fit: the batches end after 3, but the checkpoint was saved after 5.\n"
@@ -106,14 +119,14 @@ class OfProcess:
 
 
 def test_the_state_of_another_number_of_processes_is_not_taken_but_its_last_batch_is_checked():
-    stream = BatchStream(OfProcess(lambda rows: rows))
+    stream = own_stream(OfProcess(lambda rows: rows))
     draw(stream, 3)
     position = stream.position()
     # all on this process
     assert position.items() >= {"drawn": 3, "state": {"json": 3}, "processes": 1}.items()
     position |= {"processes": 4}
     # in another order
-    restored, how = put_back(OfProcess(lambda rows: rows[::-1].reshape(3, 4)), position)
+    restored, how = put_back(OfProcess(lambda rows: rows[::-1]), position)
     assert (restored.drawn, how) == (3, "the data by drawing 3 batches")
     message = (
         "fit: 4 processes drew other rows in the last batch than 1 process: rows would be seen twice,"
@@ -121,7 +134,7 @@ def test_the_state_of_another_number_of_processes_is_not_taken_but_its_last_batc
         " shuffle first, then let process p of n take rows p, p + n, ... of each global batch; or"
         " let every process draw the whole global batch."
     )
-    for wrong in (lambda rows: rows[:6], lambda rows: rows + 1, lambda rows: np.tile(rows, 2)):
+    for wrong in (lambda rows: rows + 1, lambda rows: np.repeat(rows[:6], 2)):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             put_back(OfProcess(wrong), position)
 
@@ -158,7 +171,7 @@ class Stateful:
 )
 def test_states_of_plain_python_survive(state):
     assert (
-        put_back(Stateful(state), BatchStream(Stateful(state)).position())[1]
+        put_back(Stateful(state), own_stream(Stateful(state)).position())[1]
         == "the data from its saved state"
     )
 
@@ -168,7 +181,7 @@ def test_states_of_plain_python_survive(state):
 )
 def test_states_of_other_types_are_refused(state):
     with pytest.raises(TypeError) as caught:
-        BatchStream(Stateful(state)).position()
+        own_stream(Stateful(state)).position()
     text = str(caught.value)
     assert text.startswith(f"fit: the state of the batches cannot be stored: {state!r}: ")
     assert text.endswith(
@@ -183,7 +196,7 @@ def test_a_state_that_is_refused():
         "Fix: pass batches made as in the run that saved it."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        put_back(Stateful("other"), BatchStream(Stateful("one")).position())
+        put_back(Stateful("other"), own_stream(Stateful("one")).position())
 
 
 def of_list(batches):
@@ -449,7 +462,7 @@ def test_data_in_another_order_warns(make):
 
     The same data is not warned of (and warnings are errors here).
     """
-    stream = BatchStream(make(range(9)))
+    stream = own_stream(make(range(9)))
     rows = np.random.default_rng(0).permutation(9).tolist()
     draw(stream, 5)
     put_back(make(range(9)), stream.position())
