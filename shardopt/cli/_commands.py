@@ -14,6 +14,7 @@ import tyro
 from shardopt.checkpoint._run_folder import committed
 from shardopt.cli._conditions import saved_defaults
 from shardopt.cli._options import (
+    DiffOptions,
     ExportOptions,
     GenerateOptions,
     MergeOptions,
@@ -269,6 +270,7 @@ _COMMANDS: dict[type, Command] = {
     MergeOptions: Command("merge", _late("merge"), joins=True),
     ExportOptions: Command("export", _late("export"), joins=True),
     GenerateOptions: Command("generate", _late("generate"), joins=True),
+    DiffOptions: Command("diff", _late("diff"), joins=True),
     LaunchOptions: Command("launch", lambda options: launch(options, [])),
     VaultOptions: Command("vault", keep),
     PlanOptions: Command("plan", plan),

@@ -406,6 +406,21 @@ class ExportOptions:
 
 
 @dataclasses.dataclass(frozen=True)
+class DiffOptions:
+    """Find the first step, and the leaves, in which two runs differ: shardopt diff RUN RUN.
+
+    It compares losses and norms of the logs, and the bits of the checkpoints that both runs have. It
+    ends with 1 if they differ.
+    """
+
+    first: tyro.conf.Positional[Path] = tyro.MISSING
+    """The folder of a run, or of so.Checkpoints."""
+
+    second: tyro.conf.Positional[Path] = tyro.MISSING
+    """The folder of the other."""
+
+
+@dataclasses.dataclass(frozen=True)
 class GenerateOptions:
     """Continue a text: shardopt generate FOLDER 'Once upon a time'.
 

@@ -17,7 +17,7 @@ from shardopt.cli import _commands, main
 
 
 @pytest.mark.parametrize(
-    "name", ["train", "tune", "verify", "doctor", "export", "merge", "generate"]
+    "name", ["train", "tune", "verify", "doctor", "export", "merge", "generate", "diff"]
 )
 def test_devices_are_set_before_a_command_begins(name, monkeypatch):
     """Recorded in this process, where jax has started already."""
@@ -31,6 +31,7 @@ def test_devices_are_set_before_a_command_begins(name, monkeypatch):
     monkeypatch.setattr(_commands, "_COMMANDS", table)
     has_devices = name in ("train", "tune", "verify")
     words = {"export": ["run", "out"], "merge": ["adapters", "out"], "generate": ["run", "a text"]}
+    words["diff"] = ["run", "other"]
     assert main([name, *(["--devices", "3"] if has_devices else words.get(name, []))]) == 0
     assert calls == [("devices", 3) if has_devices else ("join",), ("run",)]
 
@@ -93,6 +94,7 @@ COMMANDS = {  # words, and a part of the output
 
 
 OF_A_RUN = {  # after `tune`, with the folder of its run and a new one
+    "diff": "diff {run} {run}",
     "export": "export {run} {out}",
     "merge": "merge {run}/adapters {out}",
     "generate": "generate {run} 1,2,3 --ids --num-tokens 3 --temperature 0",
