@@ -357,7 +357,7 @@ def test_the_step_is_the_step_of_one_device(mesh_of):
 def test_check_names_the_first_leaf_and_step_whose_bits_differ(mesh_of, monkeypatch):
     opt = make({"data": 2}, mesh_of, loss="two_terms", strategy=so.fsdp)
     report = so.check(opt, opt.init(PARAMS), batch_of(8, 0))
-    assert report.differences[-1] == ("bits of one device", 0.0, 0.0)
+    assert report.differences[-1] == ("bits of one device", 0.0, 0.0, False)
 
     def slightly_larger(rows, sum_pairs=same_bits._sum_pairs):
         total = sum_pairs(rows)
