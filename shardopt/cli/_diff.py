@@ -1,6 +1,7 @@
 """`shardopt diff`: find the first step, and the leaves, in which two runs differ."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -15,6 +16,9 @@ from shardopt.cli._run_folder import CHECKPOINTS, METRICS
 from shardopt.core import MAX_LISTED, PyTree, calling, plural, value_error
 from shardopt.diagnose._difference import as_numbers, compare
 
+Log = dict[int, dict[str, float]]
+"""The metrics of each logged step."""
+
 _LOGGED = ("loss", "grad_norm")
 """Metrics of the log in which equal runs are equal; seconds are not."""
 
@@ -26,35 +30,39 @@ def diff(options: DiffOptions) -> int:
     logs = [_logged(run / METRICS) for run in runs]
     folders = [run / CHECKPOINTS if (run / CHECKPOINTS).is_dir() else run for run in runs]
     logged_steps = [step for step in logs[0] if step in logs[1]]
-    saved_steps = [step for step in committed(folders[0]) if step in committed(folders[1])]
+    saved_steps = sorted({*committed(folders[0])} & {*committed(folders[1])})
     if not logged_steps and not saved_steps:
         fix = "name two folders of runs or of so.Checkpoints, which log or keep the same steps."
-        raise value_error(
-            "no step was logged or saved by both runs.", [str(run) for run in runs], fix
-        )
-    different_metrics = [step for step in logged_steps if logs[0][step] != logs[1][step]]
-    if different_metrics:
-        step = different_metrics[0]
-        print(f"the first logged step that differs: {step}, {logs[0][step]} and {logs[1][step]}")
-    for step in saved_steps:
+        raise value_error("no step was logged or saved by both runs.", list(map(str, runs)), fix)
+    counts = (
+        f"{plural(len(logged_steps), 'logged step')} and {plural(len(saved_steps), 'checkpoint')}"
+    )
+    lines = _first_in_logs(logs, logged_steps) + _first_in_folders(folders, saved_steps)
+    print(*(lines or [f"equal in {counts}"]), sep="\n")
+    return int(bool(lines))
+
+
+def _first_in_logs(logs: Sequence[Log], steps: Sequence[int]) -> list[str]:
+    """Return a line for the first step with other metrics."""
+    for step in steps:
+        metrics, other_metrics = (log[step] for log in logs)
+        if metrics != other_metrics:
+            return [f"the first logged step that differs: {step}, {metrics} and {other_metrics}"]
+    return []
+
+
+def _first_in_folders(folders: Sequence[Path], steps: Sequence[int]) -> list[str]:
+    """Return lines for the first step with other arrays."""
+    for step in steps:
         leaves = _differences(*(step_folder(folder, step) for folder in folders))
         if leaves:
             count = plural(len(leaves), "leaf")
-            print(
-                f"the first checkpoint that differs: {step}, in {count}",
-                *leaves[:MAX_LISTED],
-                sep="\n  ",
-            )
-            return 1
-    if different_metrics:
-        return 1
-    print(
-        f"equal in {plural(len(logged_steps), 'logged step')} and {plural(len(saved_steps), 'checkpoint')}"
-    )
-    return 0
+            lines = [f"  {leaf}" for leaf in leaves[:MAX_LISTED]]
+            return [f"the first checkpoint that differs: {step}, in {count}", *lines]
+    return []
 
 
-def _logged(file: Path) -> dict[int, dict[str, float]]:
+def _logged(file: Path) -> Log:
     """Return the metrics of each logged step."""
     lines = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
     return {line["step"]: {name: line[name] for name in _LOGGED if name in line} for line in lines}

@@ -44,7 +44,7 @@ def test_help_lists_the_commands_that_exist_and_no_others(capsys):
     code, text = exit_of(capsys, "--help")
     assert code == 0
     assert (
-        "usage: shardopt [-h] {train,tune,merge,export,generate,launch,vault,plan,audit,doctor,verify}"
+        "usage: shardopt [-h] {train,tune,merge,export,generate,diff,launch,vault,plan,audit,doctor,verify}"
         in text
     )
 
