@@ -205,9 +205,8 @@ def replica_groups(
     positions = np.arange(replicas * partitions).reshape(replicas, partitions)
     if on_channel and has_global_flag:
         return tuple(tuple(positions[list(group)].ravel().tolist()) for group in groups)
-    if on_channel:
-        return tuple(tuple(row[list(group)].tolist()) for row in positions for group in groups)
-    return tuple(tuple(column[list(group)].tolist()) for column in positions.T for group in groups)
+    rows = positions if on_channel else positions.T
+    return tuple(tuple(row[list(group)].tolist()) for row in rows for group in groups)
 
 
 def permute_pairs(attributes: Mapping[str, str], replicas: int, partitions: int) -> Groups:
@@ -246,13 +245,18 @@ _IOTA = re.compile(r"^\[(?P<out>[\d,]+)\](<=)?(\[(?P<dims>[\d,]+)\])?(T\((?P<ord
 _MESH = re.compile(r"^mesh\[(?P<axes>.*?)\](, device_ids=\((?P<ids>.*)\))? \{(?P<over>.*)\}$")
 
 
+def _matched(pattern: re.Pattern[str], text: str) -> re.Match[str]:
+    match = pattern.match(text)
+    if not match:
+        raise ValueError(f"audit: cannot read the replica groups {text!r}.")
+    return match
+
+
 def _iota(text: str) -> np.ndarray:
     """Parse `[2,4]<=[4,2]T(1,0)`: count up in the shape on the right, transpose, reshape to the
     shape on the left.
     """
-    match = _IOTA.match(text.replace(" ", ""))
-    if not match:
-        raise ValueError(f"audit: cannot read the replica groups {text!r}.")
+    match = _matched(_IOTA, text.replace(" ", ""))
     out_shape = numbers(match["out"])
     positions = np.arange(math.prod(out_shape)).reshape(
         numbers(match["dims"]) if match["dims"] else out_shape
@@ -266,9 +270,7 @@ def _mesh_axes(text: str) -> np.ndarray:
     """Parse `mesh['a'=2,'b'=4], device_ids=(..) {'a','b':(1)2}`: axes, or parts of an axis as (size
     before)size.
     """
-    match = _MESH.match(text)
-    if not match:
-        raise ValueError(f"audit: cannot read the replica groups {text!r}.")
+    match = _matched(_MESH, text)
     sizes = {
         name.strip(" '\""): int(size)
         for name, size in (part.rsplit("=", 1) for part in match["axes"].split(","))

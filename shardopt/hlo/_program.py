@@ -11,7 +11,15 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.stages import Compiled, Lowered
 
-from shardopt.core import PyTree, calling, format_error, leaves_with_paths, type_error, value_error
+from shardopt.core import (
+    Devices,
+    PyTree,
+    calling,
+    format_error,
+    leaves_with_paths,
+    type_error,
+    value_error,
+)
 from shardopt.core._tracebacks import api_boundary
 from shardopt.hlo._collective import Collective, read_collective
 from shardopt.hlo._hlo_text import (
@@ -148,7 +156,7 @@ class CompiledProgram(NamedTuple):
     replicas: int
     partitions: int
     slices: int
-    devices: tuple[jax.Device, ...]
+    devices: Devices
     compiled: Compiled | None
     lowered: Lowered | None
 

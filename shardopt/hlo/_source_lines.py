@@ -9,8 +9,8 @@ Frames = dict[str, str]
 
 
 def read_frames(text: str) -> Frames:
-    """Return the "file:line" of every stack frame, from the tables that newer versions of XLA write
-    before a program.
+    """Return the "file:line" of every stack frame, from the tables that XLA writes before a
+    program.
 
     Example:
       >>> tables = '''FileNames
@@ -38,16 +38,9 @@ def read_frames(text: str) -> Frames:
 
 
 def source_of(instruction: Instruction, frames: Frames) -> str:
-    """Return "file:line" of an instruction, or "".
-
-    Older versions of XLA write it on the instruction.
-    """
+    """Return "file:line" of an instruction, or ""."""
     frame_id = _FRAME_ID.search(instruction.arguments)
-    if frame_id and frame_id[1] in frames:
-        return frames[frame_id[1]]
-    file = _SOURCE_FILE.search(instruction.arguments)
-    line = _SOURCE_LINE.search(instruction.arguments)
-    return f"{file[1]}:{line[1]}" if file and line else ""
+    return frames.get(frame_id[1], "") if frame_id else ""
 
 
 def op_name_of(instruction: Instruction) -> str:
@@ -69,6 +62,4 @@ _FILE = re.compile(r'^(\d+) "(.*)"$', re.MULTILINE)
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)", re.MULTILINE)
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)", re.MULTILINE)
 _FRAME_ID = re.compile(r"\bstack_frame_id=(\d+)")
-_SOURCE_FILE = re.compile(r'\bsource_file="([^"]*)"')
-_SOURCE_LINE = re.compile(r"\bsource_line=(\d+)")
 _OP_NAME = re.compile(r'\bop_name="([^"]*)"')

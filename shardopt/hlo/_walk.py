@@ -348,8 +348,8 @@ def _limit(module: Module, condition: _Reference) -> tuple[int, int, bool]:
     direction = attributes(comparison)["direction"]
     lhs, rhs = (_linear(module, operand) for operand in compared)
     if lhs.slot is None:  # put the counter on the left
-        lhs, rhs, direction = rhs, lhs, _MIRRORED.get(direction, "")
-    if lhs.slot is None or lhs.plus or rhs.slot is not None or direction not in _MIRRORED:
+        lhs, rhs, direction = rhs, lhs, MIRRORED.get(direction, "")
+    if lhs.slot is None or lhs.plus or rhs.slot is not None or direction not in MIRRORED:
         raise _UnknownError
     end = rhs.plus + {"LE": 1, "GE": -1}.get(direction, 0)
     return lhs.slot, end, direction in ("LT", "LE")
@@ -385,7 +385,7 @@ def _linear(module: Module, reference: _Reference) -> _Linear:
     raise _UnknownError
 
 
-_MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
+MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
 
 
 def _instruction_at(module: Module, reference: _Reference) -> Instruction:

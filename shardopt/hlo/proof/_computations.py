@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ _MOVES = ("collective-permute", "slice", "copy", THROUGH)
 """These hand on some elements of an array."""
 
 
+@dataclass
 class Derivation:
     """The derivation of one program.
 
@@ -60,19 +62,21 @@ class Derivation:
       computations: the lines of each computation.
       replicas: the number of replicas.
       partitions: the number of partitions.
+      known: the results of computations, by their names and arguments.
       sums_of_constants: the names of reductions of numbers that follow from no argument and are
         the same on all devices.
     """
 
-    def __init__(
-        self, computations: dict[str, tuple[Line, ...]], replicas: int, partitions: int
-    ) -> None:
-        self.computations = computations
-        self.replicas = replicas
-        self.partitions = partitions
-        self.devices = replicas * partitions
-        self.known: dict[tuple[str, tuple[Result, ...]], Result] = {}
-        self.sums_of_constants: dict[str, None] = {}
+    computations: dict[str, tuple[Line, ...]]
+    replicas: int
+    partitions: int
+    known: dict[tuple[str, tuple[Result, ...]], Result] = field(default_factory=dict)
+    sums_of_constants: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return self.replicas * self.partitions
 
     def run(self, name: str, arguments: tuple[Result, ...]) -> Result:
         """Return the result of a computation for its arguments."""
@@ -89,7 +93,7 @@ class Derivation:
         result: Result = ()
         for line in lines.values():
             if line.opcode == "parameter":
-                values[line.name] = arguments[int(line.arguments.partition(")")[0])]
+                values[line.name] = arguments[int(line.literal)]
             else:
                 values[line.name] = self.line(line, [values[name] for name in line.operands])
             # After its own rule: only if that found no layout, pieces of neighbours may explain it.
@@ -305,24 +309,15 @@ class Derivation:
             state = following
         else:
             raise Unproved("what the loop carries reaches no fixed point.")
-        predicate = self.run(condition, (state,))
-        if predicate.faults:
-            return faulty(line.shape, predicate.faults)
         # devices that leave the loop after different numbers of turns hold different things
-        return (
-            _with_hidden(state, used(predicate.hidden, line.order)) if predicate.hidden else state
-        )
+        return _chosen_by(self.run(condition, (state,)), state, line)
 
     def _conditional(self, line: Line, operands: Sequence[Result]) -> Result:
         index, *inputs = operands
         branches = zip(branches_of(line.attributes), inputs, strict=True)
         results = [self.run(name, (operand,)) for name, operand in branches]
-        if index.faults:
-            return faulty(line.shape, index.faults)
         # Facts that hold in every branch, since which one a device takes is not known.
-        result = functools.reduce(lambda a, b: join(a, b, line), results)
-        hidden = used(index.hidden, line.order)
-        return _with_hidden(result, hidden) if hidden else result
+        return _chosen_by(index, functools.reduce(lambda a, b: join(a, b, line), results), line)
 
     # collectives
 
@@ -353,22 +348,20 @@ class Derivation:
                 value, lambda part: _collectives.permuted(part, senders, line.order)
             )
         groups = self._groups(line)
+        reduced = functools.partial(self._reduced, line, groups)
         if kind == "all-reduce":
-            return self._by_part(value, lambda part: self._reduced(line, part, groups))
+            return self._by_part(value, reduced)
         (dim,) = line.integers("dimensions")
         if value.parts and dim == along(value):
             raise Unproved(f"{kind} along the dim in which a bucket joins its pieces.")
-        if kind == "all-gather":
-            return self._by_part(value, lambda part: _collectives.gathered(part, dim, groups))
-        if kind == "all-to-all":
-            return self._by_part(
-                value, lambda part: _exchanged(part, dim, groups, major_to_minor(line.shape))
-            )
-        at = _collectives.position_in_group(groups)
-        n = len(groups[0])
-        return self._by_part(
-            value, lambda part: _collectives.block(self._reduced(line, part, groups), dim, at, n)
-        )
+        rules = {
+            "all-gather": lambda part: _collectives.gathered(part, dim, groups),
+            "all-to-all": lambda part: _exchanged(part, dim, groups, major_to_minor(line.shape)),
+            "reduce-scatter": lambda part: _collectives.block(
+                reduced(part), dim, _collectives.position_in_group(groups), len(groups[0])
+            ),
+        }
+        return self._by_part(value, rules[kind])
 
     def _senders(self, line: Line) -> np.ndarray:
         """Return from which device each device receives; -1 for none."""
@@ -377,7 +370,7 @@ class Derivation:
             senders[receiver] = sender
         return senders
 
-    def _reduced(self, line: Line, value: DerivedValue, groups: Groups) -> DerivedValue:
+    def _reduced(self, line: Line, groups: Groups, value: DerivedValue) -> DerivedValue:
         result = _collectives.reduced_over(value, self.reduction(line) or "?", groups, line.order)
         # A count of rows, for example: whether a sum of equal numbers is meant, no rule can tell.
         if value.constant and not value.hidden and not value.zero and len(groups[0]) > 1:
@@ -497,6 +490,14 @@ def join(first: Result, second: Result, line: Line) -> Result:
         return joined(first, second)
     except Unproved as problem:
         return first._replace(faults=frozenset([Fault(False, line.order, problem.reason)]))
+
+
+def _chosen_by(choice: DerivedValue, result: Result, line: Line) -> Result:
+    """Return the result of a loop or conditional, whose turns or branch devices choose."""
+    if choice.faults:
+        return faulty(line.shape, choice.faults)
+    hidden = used(choice.hidden, line.order)
+    return _with_hidden(result, hidden) if hidden else result
 
 
 def _with_hidden(result: Result, hidden: tuple[Hidden, ...]) -> Result:

@@ -21,7 +21,8 @@ STEERED = (40.0, 1e-3, 400.0, 1e-5)
 MOST_DRAWS = 10
 FEW = 8
 """Whole numbers of a batch are below this if nothing is indexed by them."""
-_INDEXES = {"gather": ("start_index_map", 1), "scatter": ("scatter_dims_to_operand_dims", 1)}
+_INDEXED_DIMS = {"gather": "start_index_map", "scatter": "scatter_dims_to_operand_dims"}
+"""The dims that operand 1 indexes."""
 _FIRST_INDEX = {"dynamic-slice": 1, "dynamic-update-slice": 2}
 _COMPARED = ("compare", "minimum", "maximum", "clamp", "remainder", "subtract")
 _COPIES = ("broadcast", "convert", "copy")
@@ -146,11 +147,11 @@ class _Walk:
         return reached
 
     def _add(self, reached: Reached, computation: str, line: Line, position: int) -> None:
-        if line.opcode in _INDEXES:
-            key, first = _INDEXES[line.opcode]
-            if position == first:
+        if line.opcode in _INDEXED_DIMS:
+            if position == 1:
                 dims = line.operand(0).dims
-                reached.sizes.update(dims[dim] for dim in line.integers(key))
+                indexed = line.integers(_INDEXED_DIMS[line.opcode])
+                reached.sizes.update(dims[dim] for dim in indexed)
         elif line.opcode in _FIRST_INDEX:
             dim = position - _FIRST_INDEX[line.opcode]
             if dim >= 0:
@@ -160,9 +161,9 @@ class _Walk:
                 source = _before(self.lines[computation], operand, (*_COPIES, "reshape"))
                 if source.opcode == "iota":
                     reached.sizes.add(source.dims[source.integers("iota_dimension")[0]])
-                number = source.arguments.partition(")")[0]
-                if source.opcode == "constant" and number.lstrip("-").partition(".")[0].isdigit():
-                    reached.constants.add(int(float(number)))
+                whole_digits = source.literal.lstrip("-").partition(".")[0]
+                if source.opcode == "constant" and whole_digits.isdigit():
+                    reached.constants.add(int(float(source.literal)))
 
     def _next(self, place: Place) -> Iterator[Place]:
         computation, name, index = place
@@ -194,7 +195,7 @@ class _Walk:
             position = 0
         for callee in computations:
             for line in self.lines[callee].values():
-                if line.opcode == "parameter" and line.arguments.startswith(f"{position})"):
+                if line.opcode == "parameter" and line.literal == str(position):
                     yield callee, line.name, index
 
 
@@ -220,7 +221,7 @@ def _is_of_an_index(predicate: Line, lines: dict[str, Line]) -> bool:
     if predicate.attributes.get("direction") != "LT":
         return False
     zero = lines[predicate.operands[1]]
-    return zero.shape[0] in "su" and zero.opcode == "constant" and zero.arguments.startswith("0)")
+    return zero.shape[0] in "su" and zero.opcode == "constant" and zero.literal == "0"
 
 
 class Sides:

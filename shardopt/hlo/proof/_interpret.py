@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardopt.hlo._collective import Groups, permute_pairs, replica_groups
+from shardopt.hlo._collective import permute_pairs, replica_groups
 from shardopt.hlo._hlo_text import (
     Instruction,
     Module,
@@ -178,7 +178,7 @@ class Interpreter:
         steps = []
         for instruction, line in zip(instructions, lines, strict=True):
             if line.opcode == "parameter":
-                index = int(line.arguments.partition(")")[0])
+                index = int(line.literal)
                 steps.append((lambda _, values, index=index: values[index], None, instruction))
                 continue
             try:
@@ -280,13 +280,13 @@ class Interpreter:
     # reductions by a computation of two numbers
 
     def _combiner(self, line: Line) -> str | None:
-        """Return the opcode of a computation of two numbers; None if it is not one of `UFUNCS`."""
-        opcode = combiner(self.module.computations[line.callee])
-        return opcode if opcode in (*UFUNCS, "set") else None
+        """Return the opcode of a computation of two numbers."""
+        return combiner(self.module.computations[line.callee])
 
     def _named_combiner(self, line: Line) -> str:
+        """Return the opcode of such a computation, one of `UFUNCS` or "set"."""
         name = self._combiner(line)
-        if name is None:
+        if name not in (*UFUNCS, "set"):
             raise ValueError(
                 f"its computation {line.attributes['to_apply']} is more than one of"
                 f" {', '.join(sorted(UFUNCS))}"
@@ -376,12 +376,13 @@ class Interpreter:
 
     # collectives
 
-    def _groups(self, line: Line) -> Groups:
-        return replica_groups(line.opcode, line.attributes, self.replicas, self.partitions)
+    def _in_groups(self, line: Line, function: Callable[..., InterpretedValue]) -> Step:
+        """Return a function of the operands, and of the rows of each group, as a step."""
+        groups = replica_groups(line.opcode, line.attributes, self.replicas, self.partitions)
+        return lambda devices, values: function(values, collectives.rows_of(groups, devices))
 
     def _collective(self, line: Line) -> Step:
         """Return a collective whose results follow from the values of a group."""
-        groups = self._groups(line)
         dim = (*line.integers("dimensions"), 0)[0]
         ufunc: Any = UFUNCS[self._named_combiner(line)] if line.opcode in _REDUCTIONS else None
 
@@ -398,27 +399,20 @@ class Interpreter:
             "collective-broadcast": lambda values: collectives.copies(values, values[0]),
         }[line.opcode]
 
-        def step(devices, values):
-            rows = collectives.rows_of(groups, devices)
+        def results(values, rows):
             return line.results([collectives.in_groups(value, rows, function) for value in values])
 
-        return step
+        return self._in_groups(line, results)
 
     _all_reduce = _reduce_scatter = _all_gather = _collective_broadcast = _collective
 
     def _all_to_all(self, line: Line) -> Step:
         if "dimensions" in line.attributes:
             return self._collective(line)
-        groups = self._groups(line)
-        return lambda devices, values: collectives.exchange(
-            values, collectives.rows_of(groups, devices)
-        )
+        return self._in_groups(line, collectives.exchange)
 
     def _ragged_all_to_all(self, line: Line) -> Step:
-        groups = self._groups(line)
-        return lambda devices, values: collectives.ragged_all_to_all(
-            values, collectives.rows_of(groups, devices)
-        )
+        return self._in_groups(line, collectives.ragged_all_to_all)
 
     def _collective_permute(self, line: Line) -> Step:
         pairs = permute_pairs(line.attributes, self.replicas, self.partitions)

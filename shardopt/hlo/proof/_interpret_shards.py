@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shardopt.core import format_error
+from shardopt.core import calling, value_error
 from shardopt.hlo._collective import read_groups
 from shardopt.hlo._hlo_text import Instruction, attributes, numbers
 from shardopt.hlo.proof._lines import Shape
@@ -80,9 +80,7 @@ def tile_of_device(sharding: str, rank: int, devices: int) -> np.ndarray:
     text = text[1:-1].strip() if text.startswith("{") else text
     match = re.match(r"devices=\[([\d,]+)\](<=\[[\d,]+\](?:T\([\d,]+\))?|[\d,]+)(.*)", text)
     if not match:
-        if text.split(" ")[0] not in ("replicated", "manual", "") or (
-            text and text.startswith("maximal")
-        ):
+        if text.split(" ")[0] not in ("replicated", "manual", ""):
             raise ValueError(f"cannot read the sharding {sharding!r}.")
         return np.array([[0] * rank] * devices + [[1] * rank], int).reshape(devices + 1, rank)
     tiles = numbers(match[1])
@@ -111,9 +109,8 @@ def written_shardings(parameters: Sequence[Instruction], devices: int) -> list[s
     if all(shardings):
         return shardings
     problem = "the text does not contain the shardings of all parameters."
-    raise ValueError(
-        format_error("prove", problem, fix="pass inputs=, one sharding per parameter.")
-    )
+    with calling("prove"):
+        raise value_error(problem, fix="pass inputs=, one sharding per parameter.")
 
 
 def cut(value: np.ndarray, sharding: str, devices: int) -> np.ndarray:

@@ -147,6 +147,11 @@ class Line(NamedTuple):
         return is_cast and dtype_of(self.shape) != dtype_of(self.operand_shapes[0])
 
     @property
+    def literal(self) -> str:
+        """The number of a constant, or of a parameter among its arguments, as text."""
+        return self.arguments.partition(")")[0]
+
+    @property
     def bounds(self) -> list[tuple[int, int, int]]:
         """The (start, stop, stride) of each dim of a slice."""
         parts = [numbers(part) for part in self.attributes["slice"].split("]")]

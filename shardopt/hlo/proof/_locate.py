@@ -166,10 +166,8 @@ class _Search:
             if not sources and line.opcode not in ("parameter", "tuple", "get-tuple-element"):
                 inner = self._inside(node)
                 waiting += inner
-                if not any(not self._is_right(source) for source in inner):
+                if all(map(self._is_right, inner)):
                     sites.append(node)
-        if not sites:
-            return None
         described = [
             self._site(node) for node in sorted(sites, key=lambda node: self.order[node[:2]])
         ]
@@ -180,6 +178,7 @@ class _Search:
                 not site.groups,
                 site.instruction is None or not is_collective(site.instruction),
             ),
+            default=None,
         )
 
     def _sources(self, node: tuple[str, str, int]) -> list[tuple[str, str, int]]:

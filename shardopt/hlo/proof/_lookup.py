@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardopt.hlo._walk import KINDS
+from shardopt.hlo._walk import KINDS, MIRRORED
 from shardopt.hlo.proof._lines import Line, dtype_of
 from shardopt.hlo.proof._value import (
     DerivedValue,
@@ -59,7 +59,6 @@ class Rows(NamedTuple):
 
 
 KEEP = words("broadcast reshape bitcast copy convert reduce-precision")
-_MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
 
 
 def noted(line: Line, operands: Sequence[DerivedValue], result: DerivedValue) -> DerivedValue:
@@ -126,11 +125,11 @@ def _compared(line: Line, operands: Sequence[DerivedValue]) -> Range | None:
     direction = line.attributes.get("direction", "")
     for value, other, turned in (
         (*operands, direction),
-        (*operands[::-1], _MIRRORED.get(direction, "")),
+        (*operands[::-1], MIRRORED.get(direction, "")),
     ):
         shift = value.facts.shift
         bound = _splat(other, line.devices)
-        if shift is not None and bound is not None and turned in _MIRRORED:
+        if shift is not None and bound is not None and turned in MIRRORED:
             return _bounded(shift, bound, turned)
     return None
 

@@ -60,7 +60,7 @@ def literal(line: Line) -> DerivedValue:
     """Return the value of a constant."""
     shape = line.dims
     size = math.prod(line.dims)
-    written = words_of_literal(line.arguments.partition(")")[0])
+    written = words_of_literal(line.literal)
     has_all = "..." not in written and size <= LIMIT and len(written) in (1, size)
     if has_all and dtype_of(line.shape) in INTEGERS:
         array = whole_numbers(written).astype(INTEGERS[dtype_of(line.shape)])

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh, Sharding
 from jax.stages import Compiled, Lowered
 
-from shardopt.core import format_error
+from shardopt.core import calling, value_error
 from shardopt.hlo._hlo_text import (
     Instruction,
     Module,
@@ -75,6 +75,7 @@ def source_of(
     return Source(full_text(compiled, text), inputs, outputs, lowered)
 
 
+@calling("prove")
 def prove(
     program: Lowered | Compiled | Source | str,
     *,
@@ -255,11 +256,8 @@ def _derive(
             f"the program has {len(parameters)} parameters, and {len(inputs)} shardings were"
             " passed."
         )
-        raise ValueError(
-            format_error(
-                "prove", problem, fix="pass one sharding per parameter of the entry computation."
-            )
-        )
+        fix = "pass one sharding per parameter of the entry computation."
+        raise value_error(problem, fix=fix)
     arguments = tuple(
         sharded(sharding, array_shape(line.shape), devices)
         for line, sharding in zip(parameters, inputs, strict=True)
@@ -272,11 +270,8 @@ def _derive(
     if outputs is None or len(outputs) != len(results):
         count = "none" if outputs is None else str(len(outputs))
         problem = f"the program has {len(results)} results, and {count} shardings were passed."
-        raise ValueError(
-            format_error(
-                "prove", problem, fix="pass outputs=, one sharding per array of the result."
-            )
-        )
+        fix = "pass outputs=, one sharding per array of the result."
+        raise value_error(problem, fix=fix)
     faults: set[Fault] = set()
     for index, ((value, shape), sharding) in enumerate(zip(results, outputs, strict=True)):
         faults |= _faults_of_result(
@@ -331,8 +326,6 @@ def _faults_of_result(
     expected = {(h.at, h.count) for h in unified.hidden}
     # Left over are terms of sums, choices by device, and elements of dims that are not declared.
     extra = [h for h in value.hidden if (h.at, h.count) not in expected or h.kind != "dim"]
-    if not extra:
-        return frozenset()
     return frozenset(
         _left_over(h, index, root, declared=(h.at, h.count) in expected) for h in extra
     )

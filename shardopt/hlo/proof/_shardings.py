@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from shardopt.core import format_error
+from shardopt.core import value_error
 from shardopt.hlo.proof._interpret_shards import tile_of_device
 from shardopt.hlo.proof._value import DerivedValue, Dim, Factor, Hidden, Positions, merged_hidden
 
@@ -41,7 +41,7 @@ def sharded(sharding: Sharding | str, shape: tuple[int, ...], devices: int) -> D
     except ValueError:
         problem = f"cannot read the sharding {text!r} of a program for {devices} devices."
         fix = "pass text such as {devices=[8,1]<=[8]} or {replicated}."
-        raise ValueError(format_error("prove", problem, fix=fix)) from None
+        raise value_error(problem, fix=fix) from None
     dims: list[Dim] = []
     hidden = []
     for dim, (size, count) in enumerate(zip(shape, map(int, tiles), strict=True)):
