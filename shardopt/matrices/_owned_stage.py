@@ -198,6 +198,10 @@ class _Exchange:
         """Return the outputs of every task from its inputs, on a device."""
         axes = tuple(self.sizes)
         tasks = self.stage.tasks
+
+        def exchange(buffers: Buffers) -> Buffers:
+            return {dtype: all_to_all(x, axes, 0, 0) for dtype, x in buffers.items()}
+
         # Three devices, units A, B, C; a device holds a third of each matrix:
         #
         #           device 0    device 1    device 2
@@ -208,40 +212,42 @@ class _Exchange:
         device = jax.lax.axis_index(axes)
         # For each program the numbers of this device's units, filled up with a number out of range.
         device_numbers = [jnp.asarray(program.numbers)[device] for program in self.programs]
-        sent = _pack_buffers(
-            [self.pieces_for(units, args) for units in self.units_of_owners], self.totals[0]
-        )
-        received = {dtype: all_to_all(x, axes, 0, 0) for dtype, x in sent.items()}
+        inputs = [self.pieces_for(units, args) for units in self.units_of_owners]
+        received = exchange(_pack_buffers(inputs, self.totals[0]))
         unsent_args = [
             _select_unsent(tasks, program.units, args, unit_numbers)
             for program, unit_numbers in zip(self.programs, device_numbers, strict=True)
         ]
-        functions = _unit_functions(self.stage, tasks, retrace)
-        # Owners with the same mixture of programs also have the same slots: these are handed out in
-        # the order of programs. So one owner's units stand for all of them, and XLA compiles a
-        # branch for each mixture, not for each device.
-        examples: dict[tuple[int, ...], list[_Unit]] = {}
-        for units in self.units_of_owners:
-            examples.setdefault(_mixture(units), units)
-        branches = [
-            functools.partial(self.run_units, functions, units) for units in examples.values()
-        ]
-        branch_of_owner = np.array(
-            [list(examples).index(_mixture(units)) for units in self.units_of_owners]
-        )
+        branches, branch_of_owner = self.branches(_unit_functions(self.stage, tasks, retrace))
         # No collective is inside of a branch: devices are in different branches, and would wait for
         # ever.
         outputs, unsent_outputs = jax.lax.switch(
             jnp.asarray(branch_of_owner)[device], branches, received, unsent_args
         )
-        returned = {dtype: all_to_all(x, axes, 0, 0) for dtype, x in outputs.items()}
         shared = [
             [_combine_owners(x, unit_numbers, len(program.units), axes) for x in values]
             for values, unit_numbers, program in zip(
                 unsent_outputs, device_numbers, self.programs, strict=True
             )
         ]
-        return self.join(returned, shared)
+        return self.join(exchange(outputs), shared)
+
+    def branches(
+        self, functions: Sequence[UnitFunction]
+    ) -> tuple[list[Callable[..., tuple[Buffers, list[Arrays]]]], np.ndarray]:
+        """Return `branch(received, unsent_args)` for each mixture of programs, and the index of the
+        branch of each owner.
+        """
+        # Owners with the same mixture of programs also have the same slots: these are handed out in
+        # the order of programs. So one owner's units stand for all of them, and XLA compiles a
+        # branch for each mixture, not for each device.
+        examples: dict[tuple[int, ...], list[_Unit]] = {}
+        for units in self.units_of_owners:
+            examples.setdefault(_mixture(units), units)
+        indices = [list(examples).index(_mixture(units)) for units in self.units_of_owners]
+        return [
+            functools.partial(self.run_units, functions, units) for units in examples.values()
+        ], np.array(indices)
 
     def pieces_for(
         self, units: Sequence[_Unit], args: list[Arrays]

@@ -426,13 +426,13 @@ def _convolution(line: Line) -> Operation:
     result = line.result
     wide = wide_float(result.dtype)
 
+    def ordered(array, labels, first_labels):
+        order = (labels.index(label) + 1 for label in [*first_labels, *spatial])
+        return array.astype(wide).transpose(0, *order)
+
     def apply(value, kernel):
-        value = value.astype(wide).transpose(
-            0, *(lhs_labels.index(label) + 1 for label in ["b", "f", *spatial])
-        )
-        kernel = kernel.astype(wide).transpose(
-            0, *(kernel_labels.index(label) + 1 for label in ["i", "o", *spatial])
-        )
+        value = ordered(value, lhs_labels, "bf")
+        kernel = ordered(kernel, kernel_labels, "io")
         edges = [(0, 0, 0)] * 2 + [(dim.low, dim.high, dim.spread - 1) for dim in windows]
         value = _padded(value, np.zeros(len(value), wide), edges)
         sizes = [result.dims[out_labels.index(label)] for label in spatial]
@@ -442,20 +442,16 @@ def _convolution(line: Line) -> Operation:
         # of matrices, for the numbers of all windows that meet this place.
         total = np.zeros((len(value), value.shape[1], kernel.shape[2], *sizes), wide)
         for place in itertools.product(*(range(size) for size in kernel.shape[3:])):
-            window = tuple(
-                slice(
-                    at * dim.dilation, at * dim.dilation + (size - 1) * dim.stride + 1, dim.stride
-                )
-                for at, dim, size in zip(place, windows, sizes, strict=True)
-            )
-            at = tuple(
-                dim.size - 1 - i if dim.reverse else i
-                for i, dim in zip(place, windows, strict=True)
-            )
+            window = []
+            kernel_place = []
+            for i, dim, size in zip(place, windows, sizes, strict=True):
+                start = i * dim.dilation
+                window.append(slice(start, start + (size - 1) * dim.stride + 1, dim.stride))
+                kernel_place.append(dim.size - 1 - i if dim.reverse else i)
             total += np.einsum(
                 "nbf...,nfo->nbo...",
                 value[(..., *window)],
-                kernel[(slice(None),) * 3 + at],
+                kernel[(*[slice(None)] * 3, *kernel_place)],
                 optimize=True,
             )
         order = [0, *(1 + ["b", "f", *spatial].index(label) for label in out_labels)]
