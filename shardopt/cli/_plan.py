@@ -167,7 +167,9 @@ def audit(options: AuditOptions) -> None:
         fix = "give a file with compiled.as_text(), or --model and --topology to compile one."
         raise value_error(problem, fix=fix)
     if options.program is None:
-        print(_audit_model(options))
+        compiled = compile_model(options)
+        proof = f"\n\n{compiled.proof}" if options.prove else ""
+        print(f"{compiled}\n\n{compiled.audit}{proof}")
     else:
         print(_audit_file(options, options.program))
 
@@ -178,12 +180,6 @@ def _audit_file(options: AuditOptions, program: Path) -> str:
         fix = "give --model and --topology, or use so.hlo.prove(text, outputs=...) in Python."
         raise value_error(problem, fix=fix)
     return str(so.hlo.audit(program.read_text(), mesh=mesh_sizes(options.mesh) or None))
-
-
-def _audit_model(options: AuditOptions) -> str:
-    compiled = compile_model(options)
-    proof = f"\n\n{compiled.proof}" if options.prove else ""
-    return f"{compiled}\n\n{compiled.audit}{proof}"
 
 
 @calling("audit")

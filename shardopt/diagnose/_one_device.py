@@ -59,7 +59,8 @@ class OneDevice:
 
     def evaluate(self, params: PyTree, batch: PyTree) -> Evaluation:
         """Return the loss and metrics that an evaluation reports."""
-        return self._run(jax.jit(functools.partial(self._evaluate, self._evaluated)), params, batch)
+        loss = dataclasses.replace(self._trained, config=self.config.of_evaluation)
+        return self._run(jax.jit(functools.partial(self._evaluate, loss)), params, batch)
 
     def differentiate(self, params: PyTree, batch: PyTree) -> tuple[Evaluation, Arrays]:
         """Return the loss of a step, and the gradients of the trained leaves."""
@@ -83,10 +84,6 @@ class OneDevice:
     @property
     def _trained(self) -> PieceLoss:
         return PieceLoss(self.config, self.layout, hide_rows=False, params=None, batch=None)
-
-    @property
-    def _evaluated(self) -> PieceLoss:
-        return dataclasses.replace(self._trained, config=self.config.of_evaluation)
 
     def _evaluate(self, loss: PieceLoss, params: PyTree, batch: PyTree) -> Evaluation:
         returned = loss.returned(self._as_sent(params), batch, None)

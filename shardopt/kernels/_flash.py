@@ -381,17 +381,13 @@ def _unless_hidden(
     )
 
 
-def _num_tiles(length: int) -> int:
-    return -(-length // TILE)
-
-
 def _split_tiles(x: Array, dim: int, fill: float = 0) -> Array:
     """Cut a dim, counted from the end, into tiles, [tiles, ..., tile, ...].
 
     The last tile may be padded.
     """
     length = x.shape[dim]
-    count = _num_tiles(length)
+    count = -(-length // TILE)
     if count == 1:
         return x[None]
     # Equal tiles with little padding, not full ones and a small last one.

@@ -96,11 +96,8 @@ class EvaluationFn:
 def _sources(state: TrainState) -> dict[str, Source]:
     """Return the arrays that give each averaged leaf, by key path."""
 
-    def is_schedule_free(node):
-        return isinstance(node, optax.contrib.ScheduleFreeState)
-
     def stops(node):
-        return is_average(node) or is_schedule_free(node)
+        return is_average(node) or isinstance(node, optax.contrib.ScheduleFreeState)
 
     params = dict(leaves_with_paths(state.params))
     sources = dict[str, Source]()

@@ -3,7 +3,7 @@
 `calling` names the function that the user called.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from shardopt.core import plural, value_error
 from shardopt.runtime._agreement import groups, process_text
@@ -100,7 +100,16 @@ def check_own_rows(
         [shares[process] for process in processes], processes
     ).items():
         members = [process for process in processes if shares[process] == held]
-        _check_equal_rows(process_names, {of_process[process] for process in members})
+        if len({of_process[process] for process in members}) > 1:
+            problem = (
+                f"{process_names} hold the same rows of the mesh, since it splits parameters over"
+                " them, but they passed different rows."
+            )
+            fix = (
+                "let them load the same rows; or pass the global batch on all processes:"
+                " so.GlobalRows(batches)."
+            )
+            raise value_error(problem, fix=fix)
         if of_process[min(members)]:
             leaders.append(min(members))
     copies = groups([of_process[process] for process in leaders], leaders)
@@ -112,19 +121,6 @@ def check_own_rows(
             " batch, wrap the batches: so.GlobalRows(batches)."
         )
         raise value_error(problem, repeated, fix)
-
-
-def _check_equal_rows(process_names: str, rows: Collection[object]) -> None:
-    if len(rows) > 1:
-        problem = (
-            f"{process_names} hold the same rows of the mesh, since it splits parameters over them, but"
-            " they passed different rows."
-        )
-        fix = (
-            "let them load the same rows; or pass the global batch on all processes:"
-            " so.GlobalRows(batches)."
-        )
-        raise value_error(problem, fix=fix)
 
 
 def check_shares(shares: Shares) -> None:

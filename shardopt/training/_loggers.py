@@ -74,7 +74,8 @@ def as_loggers(log: Log | Sequence[Log] | None) -> tuple[Log, ...]:
 
 @contextmanager
 def open_log(log: Log | Sequence[Log] | None) -> Iterator[Log]:
-    """Yield one function that writes to every logger of this process.
+    """Yield one function that writes to every logger of this process: on the first process to all
+    loggers, on others to those with `every_process`.
 
     Loggers with a `close` method are closed at the end.
     """

@@ -47,7 +47,10 @@ class ByShards:
     def update(
         self, updates: PyTree, state: PyTree, params: PyTree, **extra: Any
     ) -> tuple[PyTree, ZeroState]:
-        self.check_averaged(updates)
+        # before gradients that differ between devices are taken for their mean
+        problem = f"gradients differ along {self.axis_name!r}: they are no mean yet."
+        fix = "put so.transforms.average_gradients, or jax.lax.pmean, before it."
+        check_alike(updates, self.axis_name, problem, fix)
         device = number_of_device(self.axis_name)
         # The update needs whole arrays, because no transformation is written for shards. So the
         # memory of the whole state is needed during the update, and saved between steps.
@@ -62,12 +65,6 @@ class ByShards:
         updates, inner_state = self.tx.update(updates, inner_state, params, **extra)
         updates = nan_for_state_of_another_device(device, self.axis_name, updates)
         return updates, self.cut(inner_state)
-
-    def check_averaged(self, updates: PyTree) -> None:
-        """Refuse gradients that differ between devices, where types show it."""
-        problem = f"gradients differ along {self.axis_name!r}: they are no mean yet."
-        fix = "put so.transforms.average_gradients, or jax.lax.pmean, before it."
-        check_alike(updates, self.axis_name, problem, fix)
 
     def is_cut(self, leaf: Any) -> bool:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # random keys

@@ -282,7 +282,10 @@ def device_differences(
     out.
     """
     differences = np.zeros(len(devices))
-    trees = (_trained_leaves(tree) for tree in (params, expected, initial))
+    trees = (
+        {name: leaf for name, leaf in tree.items() if name not in SET_BY_LOSS}
+        for tree in (params, expected, initial)
+    )
     for leaf, target, start in zip(*map(jax.tree.leaves, trees), strict=True):
         update = np.max(np.abs(np.asarray(target, np.float64) - start))
         scale = max(update, np.max(np.abs(start)) / 100) or 1.0
@@ -293,7 +296,3 @@ def device_differences(
                 differences[position], np.max(errors, initial=0.0) / scale
             )
     return differences
-
-
-def _trained_leaves(params: PyTree) -> PyTree:
-    return {name: leaf for name, leaf in params.items() if name not in SET_BY_LOSS}
