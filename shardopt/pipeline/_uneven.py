@@ -1,5 +1,7 @@
-"""Blocks that do not divide into equal stages: a stage stores a slice of every block, and runs
-whole blocks.
+"""The blocks of a stage, as they are stored and as they are run.
+
+Blocks that do not divide into equal stages are the harder case: a stage stores a slice of every
+block, and runs whole blocks.
 
 JAX cannot cut an array into unequal parts over a mesh axis. So a stack of such blocks, [L, ...], is
 sharded over pipeline on an inner dim, or not at all. One all-to-all a step brings each stage its
@@ -10,32 +12,27 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from shardopt.collectives import shard_by_shard
 from shardopt.core import Arrays
-from shardopt.partition._counts import Counts
+from shardopt.partition import LeafPlan
+from shardopt.partition._counts import Counts, is_even
+from shardopt.pipeline import _messages as messages
 from shardopt.pipeline._cut import stage_rows
 from shardopt.pipeline._messages import PIPELINE
 from shardopt.pipeline._schedule import Schedule
 
-Dims = Sequence[int | None]
-"""The dim of each leaf that is sharded over pipeline; None if each stage stores the whole leaf."""
-
 
 def to_schedule(
-    schedule: Schedule,
-    counts: Counts,
-    leaves: Sequence[jax.Array],
-    dims: Dims,
-    specs: Sequence[PartitionSpec],
+    schedule: Schedule, counts: Counts, leaves: Sequence[jax.Array], plans: Sequence[LeafPlan]
 ) -> Arrays:
     """Bring to each stage the blocks that it runs: [L, ..., d / S, ...] -> [chunks * k, ..., d,
     ...], with k the largest count.
 
-    A chunk with fewer than k blocks is padded with block 0, which nobody runs. `specs` say how
-    leaves are sharded over tensor.
+    A chunk with fewer than k blocks is padded with block 0, which nobody runs.
     """
+    if is_even(counts):
+        return messages.to_schedule(schedule, leaves, [plan.tensor for plan in plans])
     # A leaf [L, d] whose stack no axis can cut, on two stages that run 1 and 3 blocks (k = 3):
     #
     # stored    every stage: all 4 blocks, half of d
@@ -44,26 +41,24 @@ def to_schedule(
     rows = jnp.asarray(stage_rows(schedule, counts)[0])
     stage_blocks = rows[jax.lax.axis_index(PIPELINE)]
     selected = [
-        jnp.take(x, stage_blocks if dim is None else rows.reshape(-1), axis=0)
-        for x, dim in zip(leaves, dims, strict=True)
+        jnp.take(x, stage_blocks if plan.spread is None else rows.reshape(-1), axis=0)
+        for x, plan in zip(leaves, plans, strict=True)
     ]
 
     def redistribute(x: jax.Array, dim: int | None) -> jax.Array:
         return x if dim is None else jax.lax.all_to_all(x, PIPELINE, 0, dim, tiled=True)
 
-    return _redistribute_each(redistribute, selected, dims, specs)
+    return _redistribute_each(redistribute, selected, plans)
 
 
 def to_model(
-    schedule: Schedule,
-    counts: Counts,
-    leaves: Sequence[jax.Array],
-    dims: Dims,
-    specs: Sequence[PartitionSpec],
+    schedule: Schedule, counts: Counts, leaves: Sequence[jax.Array], plans: Sequence[LeafPlan]
 ) -> Arrays:
     """Bring blocks, or their gradients, back to the stages that store them: the inverse of
     `to_schedule`.
     """
+    if is_even(counts):
+        return messages.to_model(schedule, leaves, [plan.tensor for plan in plans])
 
     def redistribute(x: jax.Array, dim: int | None) -> jax.Array:
         if dim is None:
@@ -72,17 +67,15 @@ def to_model(
 
     # Padding is dropped here: no block of the model has its place.
     places = jnp.asarray(stage_rows(schedule, counts)[1])
-    return [
-        jnp.take(x, places, axis=0) for x in _redistribute_each(redistribute, leaves, dims, specs)
-    ]
+    return [jnp.take(x, places, axis=0) for x in _redistribute_each(redistribute, leaves, plans)]
 
 
 def _redistribute_each(
     redistribute: Callable[[jax.Array, int | None], jax.Array],
     leaves: Sequence[jax.Array],
-    dims: Dims,
-    specs: Sequence[PartitionSpec],
+    plans: Sequence[LeafPlan],
 ) -> Arrays:
-    return shard_by_shard(
-        lambda xs: [redistribute(x, dim) for x, dim in zip(xs, dims, strict=True)], leaves, specs
-    )
+    def redistribute_all(xs: Arrays) -> Arrays:
+        return [redistribute(x, plan.spread) for x, plan in zip(xs, plans, strict=True)]
+
+    return shard_by_shard(redistribute_all, leaves, [plan.tensor for plan in plans])

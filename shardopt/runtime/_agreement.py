@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -78,6 +78,16 @@ def groups(values: Sequence[Any], processes: Sequence[int]) -> dict[Any, str]:
     for process, value in zip(processes, values, strict=True):
         members.setdefault(value, []).append(process)
     return {value: process_text(who) for value, who in members.items()}
+
+
+def differing(
+    values: Sequence[Mapping[str, str]], processes: Sequence[int]
+) -> Iterator[tuple[str, dict[str | None, str]]]:
+    """Yield each name whose value differs between processes, with the processes of each value."""
+    for name in dict.fromkeys(name for of_process in values for name in of_process):
+        by_value = groups([of_process.get(name) for of_process in values], processes)
+        if len(by_value) > 1:
+            yield name, by_value
 
 
 def process_text(processes: Sequence[int]) -> str:

@@ -6,7 +6,7 @@
 from collections.abc import Mapping, Sequence
 
 from shardopt.core import plural, value_error
-from shardopt.runtime._agreement import groups, process_text
+from shardopt.runtime._agreement import differing, groups, process_text
 
 _SPLIT = (
     "torch's DistributedSampler, datasets' split_dataset_by_node and grain's ShardByJaxProcess"
@@ -152,13 +152,10 @@ def uneven_rows_error(rows: Mapping[int, int], pieces: int) -> ValueError:
 
 def _differing(digests: Sequence[Mapping[str, str]], processes: Processes) -> list[str]:
     """Return a line for each leaf whose digest is not the same on all processes."""
-    listed = []
-    for name in dict.fromkeys(name for digest in digests for name in digest):
-        by_value = groups([digest.get(name) for digest in digests], processes)
-        if len(by_value) > 1:
-            path = name.partition(" ")[2]
-            listed.append(f"{path}: differs between {' and '.join(by_value.values())}")
-    return listed
+    return [
+        f"{name.partition(' ')[2]}: differs between {' and '.join(by_value.values())}"
+        for name, by_value in differing(digests, processes)
+    ]
 
 
 def _part(digests: Mapping[str, str], kind: str) -> dict[str, str]:

@@ -35,9 +35,8 @@ from shardopt.losses._rows import row_context, with_rows
 from shardopt.losses._sums import cut, reduce_scatter_grads
 from shardopt.low_precision._reads import reading_in_products
 from shardopt.partition import LeafPlan
-from shardopt.partition._counts import Counts, is_even
+from shardopt.partition._counts import Counts
 from shardopt.pipeline import Schedule
-from shardopt.pipeline import _messages as messages
 from shardopt.pipeline import _uneven as uneven
 from shardopt.pipeline._cut import cut_blocks
 from shardopt.pipeline._executor import SumSpecs, execute, forward_only
@@ -143,15 +142,12 @@ class Pipelined:
         """Return reduced gradients in the stored order of blocks, which is the model's order."""
         plans = layout.trained
         blocks = [i for i, plan in enumerate(plans) if plan.stacked]
-        block_grads = [grads[i] for i in blocks]
-        tensor_specs = [plans[i].tensor for i in blocks]
-        if is_even(layout.counts):
-            ordered_grads = messages.to_model(self.schedule, block_grads, tensor_specs)
-        else:
-            spreads = [plans[i].spread for i in blocks]
-            ordered_grads = uneven.to_model(
-                self.schedule, layout.counts, block_grads, spreads, tensor_specs
-            )
+        ordered_grads = uneven.to_model(
+            self.schedule,
+            layout.counts,
+            [grads[i] for i in blocks],
+            [plans[i] for i in blocks],
+        )
         return replaced(grads, blocks, ordered_grads)
 
     def _stage_weights(self, config: StrategyConfig, layout: Layout, params: Arrays) -> Arrays:
@@ -161,14 +157,7 @@ class Pipelined:
         """
         plans = [plan for plan in layout.plans if plan.stacked]
         stored = [x for x, plan in zip(params, layout.plans, strict=True) if plan.stacked]
-        tensor_specs = [plan.tensor for plan in plans]
-        if is_even(layout.counts):
-            weights = messages.to_schedule(self.schedule, stored, tensor_specs)
-        else:
-            spreads = [plan.spread for plan in plans]
-            weights = uneven.to_schedule(
-                self.schedule, layout.counts, stored, spreads, tensor_specs
-            )
+        weights = uneven.to_schedule(self.schedule, layout.counts, stored, plans)
         return all_gather_leaves(config, weights, plans) if self.gathers_once(config) else weights
 
     def _model(

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardopt.config._config import StrategyConfig
 from shardopt.core import PyTree, format_error, is_array_like, is_key, leaves_with_paths
-from shardopt.runtime._agreement import agree, groups, processes_of
+from shardopt.runtime._agreement import agree, differing, groups, processes_of
 from shardopt.step._host_batch import digest_of
 
 _PACKAGES = ("jax", "jaxlib", "optax", "shardopt")
@@ -136,10 +136,7 @@ def _differences(
 ) -> list[str]:
     """Return a line for each name whose value differs."""
     listed = []
-    for name in dict.fromkeys(name for of_process in values for name in of_process):
-        by_value = groups([of_process.get(name) for of_process in values], processes)
-        if len(by_value) == 1:
-            continue
+    for name, by_value in differing(values, processes):
         label = f"params{name}" if kind == "parameters" and name.startswith("[") else name
         forms = {value: _form(kind, value) for value in by_value}
         if len(set(forms.values())) == 1:
