@@ -32,25 +32,26 @@ class AotCompiled:
 
     Args:
       config: of the strategy.
-      jitted: the function, whose `in_shardings` are on the mesh of our names. Its first argument
-        always has the same shapes.
-      keeping: the same function without donation, for transformations: a gradient reads the
-        arguments once more.
+      jit: returns the function jitted, with the arguments for `jax.jit` that it is given. Its
+        `in_shardings` are on the mesh of our names. Its first argument always has the same shapes.
       donated: keeps the buffers of the first argument distinct, if that is a donated state.
     """
 
     def __init__(
         self,
         config: StrategyConfig,
-        jitted: jax.stages.Wrapped,
-        keeping: jax.stages.Wrapped,
+        jit: Callable[..., jax.stages.Wrapped],
         donated: DonatedState | None = None,
     ):
         self.config = config
-        self.jitted = jitted
-        self.keeping = keeping
+        self.jit = jit
         self.donated = donated
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}
+
+    @functools.cached_property
+    def jitted(self) -> jax.stages.Wrapped:
+        """The jitted function: jit reads all shardings, and few programs of a strategy run."""
+        return self.jit(donate_argnums=() if self.donated is None else (0,))
 
     def __call__(self, *args: PyTree) -> PyTree:
         """Return the result of the jitted function."""
@@ -59,7 +60,7 @@ class AotCompiled:
         traced = [leaf for leaf in [*state_leaves, *leaves] if isinstance(leaf, Tracer)]
         if traced or not trace_state_clean():  # the loss may close over a tracer
             check_traced(self.config, traced)
-            return self.keeping(*args)
+            return self.jit()(*args)  # without donation: a gradient reads the arguments once more
         check_jit(self.config.strategy)
         signature = _signature(leaves, treedef)
         if signature not in self._compiled:
@@ -150,5 +151,4 @@ def make_program(
         keep_unused=keep_unused,
         compiler_options=dict(options),
     )
-    donated_args = () if donated is None else (0,)
-    return AotCompiled(config, jit(donate_argnums=donated_args), jit(), donated)
+    return AotCompiled(config, jit, donated)
