@@ -47,8 +47,11 @@ def apply_update(
         return jax.lax.with_sharding_constraint(tree, shardings(config.mesh, specs))
 
     grads = place(gradients.grads, shard_specs)
-    # ZeRO 1 and 2 hold whole parameters: this cuts out the part of this device, and sends nothing.
-    shards = place(layout.trainable(params), shard_specs)
+    shards = layout.trainable(params)
+    if sharded and not config.placement.params:
+        # ZeRO 1 and 2 hold whole parameters: this cuts out the part of this device, and sends
+        # nothing.
+        shards = place(shards, shard_specs)
     # `merge` replaces the trained ones, and keeps the frozen ones.
     param_leaves = layout.treedef.flatten_up_to(params)
 
@@ -68,49 +71,44 @@ def apply_update(
     old_opt_state = opt_state
     opt_state = new_opt_state
     change = Change(grads, updates, shards)
-    shards = place(optax.apply_updates(shards, updates), shard_specs)
-    new_params = layout.merge(param_leaves, jax.tree.leaves(shards))
+    new_shards = jax.tree.leaves(optax.apply_updates(shards, updates))
+    new_params = layout.merge(param_leaves, new_shards)
     # Batch statistics do not pass through optax, which skips its own update. So their skip is here.
     with_updated = _replace_updated(config, layout, new_params, gradients.updates)
     new_params = unless_skipped(old_opt_state, opt_state, new_params, with_updated)
-    opt_specs, _ = layout.reduce.split(layout.specs.opt_state)
     if "opt_state" in config.update.offload:
+        opt_specs, _ = layout.reduce.split(layout.specs.opt_state)
         abstract_state, _ = layout.reduce.split(layout.abstract.opt_state)
         opt_state = to_host(
             config.update.offload, abstract_state, opt_state, shardings(config.mesh, opt_specs)
         )
-        return AppliedUpdate(new_params, opt_state, change)
-    return AppliedUpdate(new_params, place(opt_state, opt_specs), change)
+    return AppliedUpdate(new_params, opt_state, change)
 
 
 def all_gather_params(config: StrategyConfig, layout: Layout, params: PyTree) -> PyTree:
-    """Place updated parameters where they live: ZeRO 1 and 2 gather the shards that each device
+    """Return updated parameters where they live: ZeRO 1 and 2 gather the shards that each device
     updated.
 
     The gather runs in the per-device view. The partitioner would gather leaf by leaf, and between
     processes on CPU each gather is a round trip.
     """
     axes = config.axes
-    sharded = config.placement
-    if sharded.opt_state and not sharded.params:
-        wires = [
-            # Replicas that train apart have a first dim, of size 1 on each device, so the sharded
-            # dim shifts.
-            LeafWire(plan.dim, plan.tensor, plan.axes).stacked(len(axes.stacked))
-            for plan in layout.trained
-        ]
-        run = per_device(
-            lambda leaves: all_gather(leaves, wires, bucket_bytes=BUCKET_BYTES),
-            config.mesh,
-            in_specs=([axes.stack(plan.data_spec(sharded=True)) for plan in layout.trained],),
-            out_specs=[axes.stack(plan.data_spec(sharded=False)) for plan in layout.trained],
-        )
-        replicated = run(jax.tree.leaves(layout.trainable(params)))
-        params = layout.merge(layout.treedef.flatten_up_to(params), replicated)
-    specs = layout.treedef.unflatten(
-        [axes.stack(plan.spec(sharded=sharded.params)) for plan in layout.plans]
+    if config.placement.params or not config.placement.opt_state:
+        return params
+    wires = [
+        # Replicas that train apart have a first dim, of size 1 on each device, so the sharded dim
+        # shifts.
+        LeafWire(plan.dim, plan.tensor, plan.axes).stacked(len(axes.stacked))
+        for plan in layout.trained
+    ]
+    run = per_device(
+        lambda leaves: all_gather(leaves, wires, bucket_bytes=BUCKET_BYTES),
+        config.mesh,
+        in_specs=([axes.stack(plan.data_spec(sharded=True)) for plan in layout.trained],),
+        out_specs=[axes.stack(plan.data_spec(sharded=False)) for plan in layout.trained],
     )
-    return jax.lax.with_sharding_constraint(params, shardings(config.mesh, specs))
+    replicated = run(jax.tree.leaves(layout.trainable(params)))
+    return layout.merge(layout.treedef.flatten_up_to(params), replicated)
 
 
 class PlainUpdate:
