@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.interpreters.ad import Zero
 from jax.typing import DTypeLike
 
 from shardopt.collectives._buckets import (
@@ -27,7 +29,7 @@ from shardopt.collectives._tiles import (
     joins_small_matrices,
 )
 from shardopt.collectives._wire import Encoded, LeafWire
-from shardopt.core import Arrays, cast, is_floating, is_inexact, replaced
+from shardopt.core import Arrays, PyTree, cast, is_floating, is_inexact, is_key, replaced
 from shardopt.core._checksum import checksum_of, to_limbs
 from shardopt.mesh import device_kind, device_kind_or_default
 
@@ -87,6 +89,74 @@ def all_gather(
     # no residuals: a gather is linear, and the gradient of a form reads the cotangent alone
     run.defvjp(lambda xs, probe: (forward(xs, probe), None), backward)
     return run(list(leaves), probe)
+
+
+def gathered_twice(
+    gather: Callable[[PyTree], PyTree], run: Callable[[PyTree, PyTree], PyTree]
+) -> Callable[[PyTree, PyTree], PyTree]:
+    """Return `(shards, inputs) -> run(gather(shards), inputs)`, whose backward pass gathers again.
+
+    It keeps each value that it reads, but the results of `gather`, a tree like `shards`.
+    """
+
+    # `jax.checkpoint` with a policy does the same, but traces `run` several times.
+    def forward(shards: PyTree, inputs: PyTree) -> tuple[PyTree, jax.tree_util.Partial]:
+        arguments = jax.tree.leaves((shards, inputs))
+        perturbed = [i for i, argument in enumerate(arguments) if argument.perturbed]
+        shards, inputs = jax.tree.map(lambda argument: argument.value, (shards, inputs))
+        gathered = gather(shards)
+        leaves, treedef = jax.tree.flatten((gathered, inputs))
+
+        def of_perturbed(chosen: Arrays) -> PyTree:
+            return run(*treedef.unflatten(replaced(leaves, perturbed, chosen)))
+
+        results, pull_back = jax.vjp(of_perturbed, [leaves[i] for i in perturbed])
+        residuals, structure = jax.tree.flatten(pull_back)
+        indices = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(gathered))}
+        # the index of a gathered leaf, or None for a value that is kept
+        sources = [indices.get(id(x)) for x in residuals]
+        kept = [x if i is None else None for x, i in zip(residuals, sources, strict=True)]
+
+        def backward(
+            shards: PyTree, kept: Sequence[jax.Array | None], cotangents: PyTree
+        ) -> PyTree:
+            # Otherwise the compiler sees that both passes gather the same weights, and keeps them.
+            shards, kept = behind_barrier((shards, kept))
+
+            def gather_perturbed(shards: PyTree) -> tuple[Arrays, Arrays]:
+                leaves = jax.tree.leaves(gather(shards))
+                return [leaves[i] for i in perturbed if i < len(leaves)], leaves
+
+            chosen, scatter, leaves = jax.vjp(gather_perturbed, shards, has_aux=True)
+            residuals = [x if i is None else leaves[i] for x, i in zip(kept, sources, strict=True)]
+            (grads,) = structure.unflatten(residuals)(jax.tree.map(_zero, cotangents))
+            nothing = [None] * treedef.num_leaves
+            _, of_inputs = treedef.unflatten(replaced(nothing, perturbed, grads))
+            return *scatter(grads[: len(chosen)]), of_inputs
+
+        return results, jax.tree_util.Partial(backward, shards, kept)
+
+    differentiable = jax.custom_vjp(lambda shards, inputs: run(gather(shards), inputs))
+    differentiable.defvjp(
+        forward, lambda backward, cotangents: backward(cotangents), symbolic_zeros=True
+    )
+    return differentiable
+
+
+def _zero(cotangent: jax.Array | SymbolicZero) -> jax.Array | Zero:
+    """Return a cotangent in the form that `jax.vjp` takes."""
+    # A zero that is an array would be multiplied by derivatives of metrics, which may be infinite.
+    return Zero(cotangent.aval) if isinstance(cotangent, SymbolicZero) else cotangent
+
+
+def behind_barrier(tree: PyTree) -> PyTree:
+    """Return the tree behind one barrier, so that no computation on one part of it moves ahead of
+    the other parts.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    barrier_indices = [i for i, leaf in enumerate(leaves) if not is_key(leaf)]
+    behind = jax.lax.optimization_barrier([leaves[i] for i in barrier_indices])
+    return treedef.unflatten(replaced(leaves, barrier_indices, behind))
 
 
 def _cast_to_send(x: jax.Array, wire: LeafWire, *, in_place: bool) -> jax.Array:

@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardopt.config._config import StrategyConfig
 from shardopt.core import Arrays, PyTree, is_inexact
 from shardopt.losses._batch_dims import CutBatch, cut_batch, leaf_spec, num_rows, sequence_lengths
 from shardopt.partition import LeafPlan
-from shardopt.trace._marks import GATHERED
 
 
 def constrain(mesh: Mesh, x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -53,7 +51,7 @@ def _gather(config: StrategyConfig, leaf: jax.Array, plan: LeafPlan) -> jax.Arra
             x = x.astype(gather_dtype)
         # The cast would otherwise follow the gather.
         x = constrain(config.mesh, x, plan.spec(sharded=config.placement.params))
-        return checkpoint_name(constrain(config.mesh, x, plan.spec(sharded=False)), GATHERED)
+        return constrain(config.mesh, x, plan.spec(sharded=False))
 
     def backward(_: None, grad: jax.Array) -> tuple[jax.Array]:
         return (

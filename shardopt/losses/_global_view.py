@@ -173,20 +173,23 @@ def _parts(
     """Return the parts of the loss of each micro-batch, [micro-batches, ...]."""
 
     def run_micro_batch(rows, index):
-        return _loss_of_rows(config, layout, params, rows, key_of(index))
+        key = key_of(index)
+        return _loss_of_rows(config, layout, params, rows, key, differentiated=False)
 
     return parts_of_micro_batches(
         run_micro_batch, batch, count, functools.partial(cut_rows, config)
     )
 
 
-def _loss_of_rows(config: StrategyConfig, layout: Layout, *args: PyTree) -> LossParts:
+def _loss_of_rows(
+    config: StrategyConfig, layout: Layout, *args: PyTree, differentiated: bool = True
+) -> LossParts:
     """Return the parts of the loss of a micro-batch.
 
     The loss may constrain shardings on the user's mesh. Arrays that the step computed are on ours,
     such as the random key, and jax refuses operations on arrays of both.
     """
-    run = functools.partial(loss_of_rows, config, layout)
+    run = functools.partial(loss_of_rows, config, layout, differentiated=differentiated)
     if config.per_replica:
         return run(*args)
     home = config.home.auto

@@ -10,14 +10,14 @@ from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from shardopt.collectives import SMALL_BUCKET_BYTES, LeafWire, all_gather
-from shardopt.collectives._column_table import ColumnTable, TableForm
+from shardopt.collectives._column_table import TableForm
+from shardopt.collectives._shards import behind_barrier, gathered_twice
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
-from shardopt.core import Arrays, PyTree, is_inexact, is_key, replaced
+from shardopt.core import Arrays, PyTree, is_inexact, replaced
 from shardopt.core._block_model import (
     BLOCKS,
     BlockModel,
@@ -37,8 +37,6 @@ from shardopt.losses._per_row import PerRow, row_keys
 from shardopt.losses._rows import row_context, with_rows
 from shardopt.partition import LeafPlan
 from shardopt.remat._gathered_block import gathered_block
-from shardopt.remat._kept_values import save_all_but_gathers
-from shardopt.trace._marks import GATHERED
 
 
 def loss_of_rows(
@@ -48,10 +46,13 @@ def loss_of_rows(
     batch: PyTree,
     key: jax.Array | None,
     probe: jax.Array | None = None,
+    *,
+    differentiated: bool = True,
 ) -> LossParts:
     """Return the loss of these rows.
 
-    Parameters that are sharded, or cast before the wire, are gathered when they are needed.
+    Parameters that are sharded, or cast before the wire, are gathered when they are needed: also in
+    the backward pass, if the call is `differentiated`.
 
     The gradient of `probe` is the sum of the bits of the gathered parameters' local gradients, see
     `all_gather`.
@@ -63,7 +64,8 @@ def loss_of_rows(
             loss_fn = with_rows(row_context(config), loss_fn)
         model = as_block_model(loss_fn)
         if model is None:
-            return PlainLoss(config, layout, loss_fn, rows, probe).parts(params, batch, key)
+            plain_loss = PlainLoss(config, layout, loss_fn, rows, probe, differentiated)
+            return plain_loss.parts(params, batch, key)
         return BlockLoss(config, layout, model, rows, probe).parts(params, batch, key)
 
 
@@ -77,6 +79,7 @@ class PlainLoss:
       loss_fn: the function.
       rows: the number of rows of its batch.
       probe: see `loss_of_rows`.
+      differentiated: see `loss_of_rows`.
     """
 
     config: StrategyConfig
@@ -84,27 +87,29 @@ class PlainLoss:
     loss_fn: LossFn
     rows: int
     probe: jax.Array | None
+    differentiated: bool
 
     def parts(self, params: PyTree, batch: PyTree, key: jax.Array | None) -> LossParts:
         """Return the loss of a batch."""
         if not self.config.gathers:
             return self._of_gathered(params, batch, key)
 
-        def gathered_loss(params: PyTree, batch: PyTree, probe: jax.Array | None) -> LossParts:
-            return self._of_gathered(self.gather(params, probe), batch, key)
-
         if self.config.loss.micro_batches > 1:
             # Otherwise the compiler sees that all micro-batches gather the same weights, and keeps
             # the gathered model.
-            params, batch = _behind_barrier((params, batch))
+            params, batch = behind_barrier((params, batch))
             # the barrier gives it tangents, which callbacks refuse
             batch = jax.lax.stop_gradient(batch)
-        if jax.debug_nans.value:  # a checkpoint would hide the source of a NaN
-            return gathered_loss(params, batch, self.probe)
-        # The backward pass gathers weights again, so that gathered weights of the forward pass need
-        # not be kept.
-        run = jax.checkpoint(gathered_loss, policy=save_all_but_gathers)
-        return run(params, batch, self.probe)
+
+        # It may be differentiated later by a value that the loss closes over, which jax.custom_vjp
+        # refuses.
+        if not self.differentiated:
+            return self._of_gathered(self.gather(params, None), batch, key)
+        run = gathered_twice(
+            lambda shards: (self.gather(*shards), shards[1]),
+            lambda gathered, inputs: self._of_gathered(gathered[0], *inputs),
+        )
+        return run((params, self.probe), (batch, key))
 
     def gather(self, params: PyTree, probe: jax.Array | None) -> PyTree:
         """Return the gathered parameters."""
@@ -247,12 +252,7 @@ def all_gather_leaves(
     gathered = all_gather(
         leaves, wires, cast_in_place=cast_in_place, bucket_bytes=bucket_bytes, probe=probe
     )
-    return treedef.unflatten(
-        [
-            leaf if isinstance(leaf, ColumnTable) else checkpoint_name(leaf, GATHERED)
-            for leaf in gathered
-        ]
-    )
+    return treedef.unflatten(gathered)
 
 
 def _scatter_first(
@@ -283,16 +283,6 @@ def _of_table(wire: LeafWire, plan: LeafPlan) -> LeafWire:
     """Return the wire of a table that stays sharded by columns."""
     sums = (wire.scatter_dtype or plan.dtype) if plan.trainable else None
     return wire._replace(dim=None, form=TableForm(plan.tensor, sums))
-
-
-def _behind_barrier(tree: PyTree) -> PyTree:
-    """Return the tree behind one barrier, so that no computation on one part of it moves ahead of
-    the other parts.
-    """
-    leaves, treedef = jax.tree.flatten(tree)
-    barrier_indices = [i for i, leaf in enumerate(leaves) if not is_key(leaf)]
-    behind = jax.lax.optimization_barrier([leaves[i] for i in barrier_indices])
-    return treedef.unflatten(replaced(leaves, barrier_indices, behind))
 
 
 def step_key(

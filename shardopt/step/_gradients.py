@@ -310,7 +310,8 @@ class _MicroBatches:
         tree = self.layout.treedef.unflatten(self.inputs.params)
 
         def run(rows, index):
-            return loss_of_rows(config, self.layout, tree, rows, self.key(index))
+            key = self.key(index)
+            return loss_of_rows(config, self.layout, tree, rows, key, differentiated=False)
 
         return parts_of_micro_batches(
             run, self.inputs.batch, config.loss.micro_batches, functools.partial(cut, config)

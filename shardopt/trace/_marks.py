@@ -54,8 +54,6 @@ _DATA = {
 }
 """Kind -> the names of its data, sorted."""
 
-GATHERED = "shardopt_gathered"
-"""Named values: gathered weights."""
 OPENED = "shardopt_opened"
 """Named values: the arrays of a rounded weight where a product in 8 bits reads them."""
 BLOCK_INPUT = "shardopt_block_input"
