@@ -86,7 +86,7 @@ def match_leaves(
     wanted: Iterable[LeafPath],
     fits: _Fits,
     new_chain: NewChain,
-    replaced: Collection[LeafPath] = (),
+    replaced: Collection[LeafPath],
 ) -> Match:
     """Return which stored leaf of an optimizer state fills which leaf of another chain.
 
@@ -107,8 +107,14 @@ def match_leaves(
     roots = _chain_root(stored), _chain_root(wanted)
     usable = [path for path in stored if _param_of(path, roots[0], params) not in replaced]
     sources, named = _named_sources(new_chain, usable, wanted)
+    # A number may fill several leaves: the count of a new schedule goes on from the count of Adam.
+    moments = {
+        origin
+        for origin in sources.values()
+        if _split(origin, len(roots[0]), params)[2] is not None
+    }
     free = (
-        _without_moments_of(sources, usable, roots[0], params),
+        [path for path in usable if path not in moments],
         [path for path in wanted if path not in named],
     )
     filled, equal = _filled_records(free, roots, params, fits)
@@ -125,22 +131,6 @@ def match_leaves(
 def _param_of(path: LeafPath, root: LeafPath, params: set[LeafPath]) -> LeafPath | None:
     """Return the parameter of a leaf, which may be one of its moments; None if it has none."""
     return path[1:] if path[0] == "params" else _split(path, len(root), params)[2]
-
-
-def _without_moments_of(
-    sources: Mapping[LeafPath, LeafPath],
-    stored: list[LeafPath],
-    root: LeafPath,
-    params: set[LeafPath],
-) -> list[LeafPath]:
-    """Return the stored leaves without the moments that fill a leaf already.
-
-    A number may fill several leaves: the count of a new schedule goes on from the count of Adam.
-    """
-    moments = {
-        origin for origin in sources.values() if _split(origin, len(root), params)[2] is not None
-    }
-    return [path for path in stored if path not in moments]
 
 
 def _filled_records(
@@ -243,13 +233,10 @@ def _split(
 
 
 def _equal_fields(new: Record, old: Record) -> bool:
-    if not new.moments and not _hold_alike(new, old):
+    hold_alike = new.containers & old.containers or not (new.containers or old.containers)
+    if not new.moments and not hold_alike:
         return False  # the count of a schedule is another than that of inject_hyperparams
     return new.moments.keys() == old.moments.keys() and new.numbers.keys() == old.numbers.keys()
-
-
-def _hold_alike(new: Record, old: Record) -> bool:
-    return bool(new.containers & old.containers) or not (new.containers or old.containers)
 
 
 def _fewer_fields(new: Record, old: Record) -> bool:

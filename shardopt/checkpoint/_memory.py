@@ -127,7 +127,7 @@ class MemoryWriter:
         self._pending = self._thread.submit(self._send, pack(state, step, extra, sums), step)
 
     def newest(
-        self, opt: ShardedOptimizer, later_than: int, before: int | None = None
+        self, opt: ShardedOptimizer, later_than: int, before: int | None
     ) -> MemorySnapshot | None:
         """Return this process's shards of the newest step that all processes can restore, or None.
 

@@ -14,7 +14,7 @@ from shardopt.checkpoint._listing import listing, tell
 from shardopt.checkpoint._match import OPT_STATE, Match, NewChain, match_leaves, without_common_end
 from shardopt.checkpoint._record import Meta
 from shardopt.checkpoint._replicas import as_stored, fits, to_wanted
-from shardopt.checkpoint._store import Leaf, StoredLeaves, describe, dtype_of
+from shardopt.checkpoint._store import StoredLeaves, describe, dtype_of
 from shardopt.checkpoint._tree import LeafPath, leaves_by_path, nest, show, unescape
 from shardopt.core import MAX_LISTED, CheckpointError, PyTree, error_text, plural, with_leaves
 from shardopt.step._inputs import put
@@ -126,9 +126,9 @@ def fill_new_chain(
     _tell_match(source, meta, wanted_state, match, new_params)
     stored = {path: meta.leaves[origin] for path, origin in match.sources.items()}
     readable, changes = as_stored(source, stored, wanted_state, "opt")
-    abstract_leaves = {
-        path: _as_written(leaf, stored.get(path)) for path, leaf in leaves_by_path(readable).items()
-    }
+    abstract_leaves = leaves_by_path(readable)
+    for path, leaf in stored.items():  # in the stored dtype: sums are of the stored bits
+        abstract_leaves[path] = abstract_leaves[path].update(dtype=dtype_of(leaf))
     leaves = _read(match.sources, abstract_leaves, read)
     _check_equal(source, match, leaves, abstract_leaves, read)
     leaves = {path: _cast(leaf, wanted[path].dtype) for path, leaf in leaves.items()}
@@ -139,12 +139,6 @@ def fill_new_chain(
         # (schedule-free).
         leaves |= _started(chain, wanted_state, leaves, match.started)
     return to_wanted(with_leaves(wanted_state, [leaves[path] for path in wanted]), changes)
-
-
-def _as_written(leaf: jax.ShapeDtypeStruct, stored: Leaf | None) -> jax.ShapeDtypeStruct:
-    """Return an abstract leaf with the stored dtype: sums are of the stored bits."""
-    dtype = leaf.dtype if stored is None else dtype_of(stored)
-    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
 
 
 def _placed(leaf: jax.Array | np.ndarray, sharding: Sharding) -> jax.Array:

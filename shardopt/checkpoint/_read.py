@@ -183,7 +183,7 @@ def load(
 
 
 def check_target(
-    target: ShardedOptimizer | PyTree, abstract_params: PyTree = None, new_chain: NewChain = False
+    target: ShardedOptimizer | PyTree, abstract_params: PyTree, new_chain: NewChain
 ) -> None:
     """Refuse a target that is neither an optimizer nor an abstract state with shardings. Refuse
     arguments that only an optimizer takes.

@@ -232,7 +232,11 @@ def _attention(
     start: Array | int,
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
     """Return the last product of attention, and the cache."""
-    kind = None if stream.layer is None else jnp.asarray(_kind_numbers(config))[stream.layer]
+    kind = None
+    if stream.layer is not None:
+        # the number of the block's kind among the used kinds
+        _, numbers = np.unique(config.pattern, return_inverse=True)
+        kind = jnp.asarray(numbers, jnp.int32)[stream.layer]
     length = x.shape[1]
     places = layers.places(length, stream.positions, stream.order)
     rotate = _rotation(config, kind, places, row_length(length))
@@ -277,14 +281,6 @@ def _norm_heads(
         return apply_norm(config.norm, scale, name, flat, config.norm_epsilon).reshape(heads.shape)
 
     return norm(query, "q_norm"), norm(key, "k_norm")
-
-
-def _kind_numbers(config: DecoderConfig) -> np.ndarray:
-    """Return the number of each block's kind among the used kinds."""
-    used = sorted(set(config.pattern or (0,)))
-    return np.asarray(
-        [used.index(kind) for kind in config.pattern or (0,) * config.num_layers], np.int32
-    )
 
 
 def _rotation(

@@ -152,8 +152,8 @@ class Part(NamedTuple):
                     raise OSError(error_text(f"{self.tensor.path} ended while it was read."))
         return ordered.transpose(np.argsort(order))
 
-    def write(self, values: np.ndarray) -> int:
-        """Write the numbers of the part, and nothing else of the file; return how many bytes."""
+    def write(self, values: np.ndarray) -> None:
+        """Write the numbers of the part, and nothing else of the file."""
         order, length = self._runs()
         ordered = np.ascontiguousarray(values.transpose(order).astype(self.view.dtype, copy=False))
         with self.tensor.path.open("r+b", buffering=0) as file:
@@ -161,7 +161,6 @@ class Part(NamedTuple):
                 written = 0
                 while written < row.size:
                     written += os.pwrite(file.fileno(), row.data[written:], offset + written)
-        return ordered.nbytes
 
     def _rows(
         self, ordered: np.ndarray, order: list[int], length: int

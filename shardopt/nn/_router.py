@@ -96,7 +96,7 @@ def route(
     x: Float[Array, "B T D"],
     router: Float[Array, "D E"],
     bias: Float[Array, " E"] | None,
-    router_bias: Float[Array, " E"] | None = None,
+    router_bias: Float[Array, " E"] | None,
 ) -> Routes:
     """Choose the experts of each token. If scores are equal, the lower index wins.
 

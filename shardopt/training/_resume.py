@@ -266,11 +266,11 @@ def common_verdict(*verdicts: str | None, due: bool) -> str | None:
       *verdicts: the verdicts of this process, or None.
       due: whether processes exchange verdicts at this step; the same on all processes.
     """
+    verdict = strongest(verdicts)
     if jax.process_count() == 1:
-        return strongest(verdicts)
+        return verdict
     if not due:
         return None
-    verdict = strongest(verdicts)
     code = -1 if verdict is None else VERDICTS.index(verdict)
     # The number is the strength, so the maximum is the verdict of all.
     code = int(np.max(multihost_utils.process_allgather(np.int32(code))))
