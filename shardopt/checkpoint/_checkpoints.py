@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Literal
 
 import jax
@@ -327,12 +326,29 @@ class Checkpoints:
         """Return the newest committed step, or None."""
         return max(self.steps(), default=None)
 
+    @calling(_CALLER)  # a thread writes, and then rotates
     def best_step(self) -> int | None:
         """Return the step with the best metric, or None if no checkpoint has the metric.
 
         If several steps are equally good, the earliest is returned.
         """
-        return _best(self.directory, self.best, self.mode)
+        if self.best is None:
+            return None
+        values: dict[int, float] = {}
+        for step in self.steps():
+            try:
+                metrics = read_meta(step_folder(self.directory, step)).metrics
+            except CheckpointError as error:
+                # it cannot be restored
+                text = "%s: step %d in %s is not the best: %s"
+                _LOG.warning(text, _CALLER, step, self.directory, error)
+                continue
+            value = float(metrics.get(self.best, math.nan))
+            if not math.isnan(value):
+                # One order for both modes: the smallest value is the best, and of equal ones the
+                # earliest step.
+                values[step] = value if self.mode == "min" else -value
+        return min(values, key=lambda step: (values[step], step), default=None)
 
     @calling(_CALLER)
     def restore(
@@ -409,7 +425,7 @@ class Checkpoints:
         try:
             commit()
             if jax.process_index() == 0:
-                _rotate(self.directory, step, keep=self.keep, metric=self.best, mode=self.mode)
+                self._rotate(step)
         except CheckpointError as error:
             _LOG.error("%s", error)  # logged now, in case the program never calls wait
             if jax.process_index() == 0 and self._lock.is_held():
@@ -417,6 +433,30 @@ class Checkpoints:
             raise
         finally:
             progress.mark("", lane=progress.SAVING)
+
+    def _rotate(self, step: int) -> None:
+        """Delete the checkpoints that are neither among the newest `keep` nor the best.
+
+        Args:
+          step: the step that was just written, for messages.
+
+        Raises:
+          CheckpointError: if a checkpoint cannot be deleted.
+        """
+        older = [] if self.keep is None else self.steps()[: -self.keep]
+        best = self.best_step() if older else None
+        for old_step in older:
+            if old_step == best:
+                continue
+            try:
+                discard(self.directory, old_step)
+            except OSError as error:
+                problem = (
+                    f"step {step} was written, but step {old_step} in {self.directory} could not be"
+                    f" deleted ({error})."
+                )
+                fix = "delete it, or give the job the right to."
+                raise CheckpointError(format_error(_CALLER, problem, fix=fix)) from error
 
     def _remove_unfinished(self) -> None:
         """Delete the files of a failed save: a full disk affects every job."""
@@ -477,54 +517,3 @@ def check_may_resume(caller: str, checkpoints: Checkpoints, step: int) -> None:
         problem = f"{checkpoints.directory} already has checkpoints, the last of step {step}."
         fix = "pass resume=True to so.Checkpoints to go on from there, or choose another folder."
         raise ValueError(format_error(caller, problem, fix=fix))
-
-
-def _rotate(directory: Path, step: int, *, keep: int | None, metric: str | None, mode: str) -> None:
-    """Delete the checkpoints that are neither among the newest `keep` nor the best.
-
-    Args:
-      directory: the folder of the run.
-      step: the step that was just written, for messages.
-      keep: how many of the newest checkpoints to keep; None for all.
-      metric: the metric whose best checkpoint is kept, or None.
-      mode: "min" or "max".
-
-    Raises:
-      CheckpointError: if a checkpoint cannot be deleted.
-    """
-    older = [] if keep is None else committed(directory)[:-keep]
-    best = _best(directory, metric, mode) if older else None
-    for old_step in older:
-        if old_step == best:
-            continue
-        try:
-            discard(directory, old_step)
-        except OSError as error:
-            problem = (
-                f"step {step} was written, but step {old_step} in {directory} could not be deleted"
-                f" ({error})."
-            )
-            fix = "delete it, or give the job the right to."
-            raise CheckpointError(format_error(_CALLER, problem, fix=fix)) from error
-
-
-@calling(_CALLER)  # a thread writes, and then rotates
-def _best(directory: Path, metric: str | None, mode: str) -> int | None:
-    """Return the step with the best metric, the earliest of equal ones; None if none has it.
-
-    A checkpoint whose record cannot be read is not the best: it cannot be restored.
-    """
-    if metric is None:
-        return None
-    values: dict[int, float] = {}
-    for step in committed(directory):
-        try:
-            value = float(read_meta(step_folder(directory, step)).metrics.get(metric, math.nan))
-        except CheckpointError as error:
-            _LOG.warning("%s: step %d in %s is not the best: %s", _CALLER, step, directory, error)
-            continue
-        if not math.isnan(value):
-            # One order for both modes: the smallest value is the best, and of equal ones the
-            # earliest step.
-            values[step] = value if mode == "min" else -value
-    return min(values, key=lambda step: (values[step], step), default=None)

@@ -49,25 +49,14 @@ def exchanged_attention(
     groups = None
     if degree < size:
         groups = [list(range(first, first + degree)) for first in range(0, size, degree)]
-    to_heads = functools.partial(
-        lax.all_to_all,
-        axis_name=axes,
-        split_axis=2,
-        concat_axis=1,
-        axis_index_groups=groups,
-        tiled=True,
-    )
-    gather = functools.partial(
-        lax.all_gather, axis_name=axes, axis=1, axis_index_groups=groups, tiled=True
-    )
-    marks = jax.tree.map(lambda x: gather(x), marks)
+    options = {"axis_name": axes, "axis_index_groups": groups, "tiled": True}
+    to_heads = functools.partial(lax.all_to_all, split_axis=2, concat_axis=1, **options)
+    marks = jax.tree.map(lambda x: lax.all_gather(x, axis=1, **options), marks)
     if sinks is not None:  # the sinks of this device's heads
         count = sinks.shape[0] // degree
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axes) % degree * count, count)
     mixed = run(Operands(to_heads(query), to_heads(key), to_heads(value), marks, sinks))
-    return lax.all_to_all(
-        mixed, axis_name=axes, split_axis=1, concat_axis=2, axis_index_groups=groups, tiled=True
-    )
+    return lax.all_to_all(mixed, split_axis=1, concat_axis=2, **options)
 
 
 class GatheredKeys(NamedTuple):
