@@ -109,9 +109,10 @@ def _find_lane_hangs(reports: Mapping[int, RankReport], timeout: float) -> Itera
         behind = {rank: mark for rank, mark in marks.items() if mark.position == last_position}
         seconds = max(mark.began + reports[rank].ago for rank, mark in behind.items())
         has_begun = any(mark.phase != START for mark in marks.values())
-        has_work = all(mark.phase for mark in behind.values())
-        allowed = max(_allowed_seconds(mark, timeout) for mark in behind.values())
-        if has_begun and has_work and seconds > allowed:
+        is_late = all(
+            mark.phase and seconds > _allowed_seconds(mark, timeout) for mark in behind.values()
+        )
+        if has_begun and is_late:
             yield Hang(tuple(behind), False, lane, seconds)
 
 

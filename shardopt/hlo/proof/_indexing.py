@@ -294,7 +294,7 @@ def scatter(line: Line, values: Sequence[DerivedValue], kind: str | None) -> Der
     operand, updates = unify(operand, updates, same)
     scattered = line.integers("scatter_dims_to_operand_dims")
     is_sum = operand.zero and kind == "add"
-    for dim in {*scattered, *windows} - {i for i, _ in same}:
+    for dim in {*scattered, *windows} - dict(same).keys():
         local = operand.shape[dim]
         rows = scattered_rows(indices, local) if is_sum and scattered == (dim,) else None
         if rows is not None:  # zeros, except in the rows of each device

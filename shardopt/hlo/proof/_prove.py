@@ -143,11 +143,7 @@ def prove(
     # These lines are of the module as XLA wrote it: a report names no line of an opened fusion.
     instructions = written.instructions
     # where a donated argument is overwritten before it is read
-    faults = {
-        Fault(True, _place(line, instructions), reason)
-        for line, reason in faults_of_aliases(written)
-    }
-    faults |= derived_faults
+    faults = {*derived_faults, *_faults_of_memory(written, instructions)}
     comparison = Comparison(None, "the program that XLA was given is unknown.")
     is_settled = False
     if source.lowered is not None:
@@ -198,6 +194,12 @@ def _uncovered(
         UncoveredInstruction(instructions[place].name, instructions[place].opcode, reason)
         for place, reason in reasons.items()
     )
+
+
+def _faults_of_memory(module: Module, instructions: Sequence[Instruction]) -> set[Fault]:
+    """Return where a donated argument is overwritten before it is read."""
+    faults = faults_of_aliases(module)
+    return {Fault(True, _place(line, instructions), reason) for line, reason in faults}
 
 
 def _place(instruction: Instruction, instructions: Sequence[Instruction]) -> int:

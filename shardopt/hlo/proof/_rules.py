@@ -438,24 +438,22 @@ def product(
     contracting: list[tuple[int, int]],
 ) -> DerivedValue:
     """Return a dot product: dims in the order batch, lhs, rhs."""
-    pairs = [*batch, *contracting]
-    lhs, rhs = unify(lhs, rhs, pairs)
-    free_left = lhs.other_dims([i for i, _ in pairs])
-    free_right = rhs.other_dims([j for _, j in pairs])
+    lhs, rhs = unify(lhs, rhs, [*batch, *contracting])
+    batched = [i for i, _ in batch]
+    contracted = [i for i, _ in contracting]
+    free_left = lhs.other_dims([*batched, *contracted])
+    free_right = rhs.other_dims([j for _, j in (*batch, *contracting)])
     # one head per device, or a missing sum
     _check_pieces(lhs, ("own", "add"), rhs, free_right)
     _check_pieces(rhs, ("own", "add"), lhs, free_left)
     terms = multiplied([lhs, rhs], line.order)
-    contracted = [i for i, _ in contracting]
     hidden = reduced(DerivedValue(lhs.shape, lhs.dims, terms), contracted, "add", line)
     sums = [h for h in hidden if h.kind == "add" and h.origin == line.order]
     # One all-reduce over these devices would complete two sums at once, which is no product of
     # sums.
     if classes_of(sums) & classes_of(h for h in terms if h.kind in ("own", *REDUCTIONS)):
         raise Unproved("it contracts a dim over the same devices as a sum that is not complete.")
-    places = [(lhs, i) for i, _ in batch]
-    places += [(lhs, i) for i in free_left]
-    places += [(rhs, j) for j in free_right]
+    places = [(lhs, i) for i in (*batched, *free_left)] + [(rhs, j) for j in free_right]
     shape = tuple(value.shape[i] for value, i in places)
     dims = tuple(value.dims[i] for value, i in places)
     return DerivedValue(shape, dims, hidden, fill=0 if 0 in (lhs.fill, rhs.fill) else None)
