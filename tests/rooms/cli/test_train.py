@@ -3,6 +3,7 @@ when told.
 """
 
 import contextlib
+import importlib.metadata
 import io
 import json
 import re
@@ -163,8 +164,9 @@ def test_sigterm_saves_and_says_how_to_go_on(start, tmp_path):
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 143
-    assert "compilation cache is off" not in err
-    assert list((folder / "compiled").glob("*step*-cache"))
+    is_off = "jax's compilation cache is off in this run" in err  # programs would be mixed up
+    assert is_off == importlib.metadata.version("jaxlib").startswith("0.10.")
+    assert is_off != bool(list((folder / "compiled").glob("*step*-cache")))
     (step,) = committed(folder / "checkpoints")
     assert out.endswith(
         f"Stopped at step {step} of 100000; everything is saved. Go on with\n"
