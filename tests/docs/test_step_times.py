@@ -829,7 +829,6 @@ def named(line, location):
 def test_an_operation_says_which_line_made_it():
     lines = [
         named(work("new", 3), "stack_frame_id=5"),
-        named(work("old", 2), 'source_file="/home/me/old.py" source_line=9'),
         work("none", 1),
     ]
     step = seconds(*lines, tables=TABLES)
@@ -837,7 +836,6 @@ def test_an_operation_says_which_line_made_it():
         (operation.name, operation.source, operation.op_name) for operation in step.operations
     ] == [
         ("new", "/home/me/model.py:42", "jit(step)/dot"),
-        ("old", "/home/me/old.py:9", "jit(step)/dot"),
         ("none", "", ""),
     ]
 
