@@ -32,8 +32,6 @@ ADDITIVE = frozenset(["add", "sub", "add_any", "complex"])
 """f(a + c, b + d) = f(a, b) + f(c, d), and f(r a, r b) = r f(a, b)."""
 SELECT = "select_n"
 
-_INDEX_DTYPES = ("int32", "uint32", "int64", "uint64")
-
 
 def elementwise(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Return the relations of the results of an equation that works entry by entry."""
@@ -156,7 +154,7 @@ def _elementwise(site: EquationPair, relations: Sequence[Relation]) -> Relation:
     name = site.name
     # numbers of rows are below 2^31
     keeps_numbers = name == "copy" or (
-        name == "convert_element_type" and site.dtype in _INDEX_DTYPES
+        name == "convert_element_type" and site.dtype.kind in "iu" and site.dtype.itemsize >= 4
     )
     if len(relations) == 1 and isinstance(relations[0], Columns) and keeps_numbers:
         return relations[0]

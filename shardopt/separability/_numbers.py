@@ -91,9 +91,9 @@ def fold_constants(site: EquationPair, relations: Sequence[Relation]) -> Known |
     None if an operand is not known or the computation is too large. None too for what jumps, such as
     a comparison, if it takes floats: a device may round them otherwise.
     """
-    if site.num_results != 1 or not all(isinstance(relation, Known) for relation in relations):
-        return None
     known = [relation for relation in relations if isinstance(relation, Known)]
+    if site.num_results != 1 or len(known) != len(relations):
+        return None
     from_floats = any(numbers.whole_values.dtype.kind in "fc" for numbers in known)
     jumps = site.name in ("sign", "rem") or not jnp.issubdtype(site.dtype, jnp.inexact)
     if from_floats and jumps:
@@ -148,15 +148,16 @@ def _compute(
         array = np.asarray(ENTRY_BY_ENTRY[name](*args)).astype(dtype)
         return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
     if name == "iota":
-        size = shape[params["dimension"]]
+        dim = params["dimension"]
+        size = shape[dim]
         sizes = [1] * len(shape)
-        sizes[params["dimension"]] = size
+        sizes[dim] = size
         return None if size > max_size else np.arange(size).astype(dtype).reshape(sizes)
     if name == "reduce_sum":
         full_shape = shape_of(eqn.invars[0])
         axes = params["axes"]
         num_repeats = math.prod(full_shape[dim] for dim in axes if args[0].shape[dim] == 1)
-        return (args[0].sum(tuple(axes)) * num_repeats).astype(dtype)
+        return (args[0].sum(axes) * num_repeats).astype(dtype)
     return _moved(eqn, shape, args, max_size)
 
 
@@ -167,10 +168,8 @@ def _moved(
     params = eqn.params
     match eqn.primitive.name:
         case "broadcast_in_dim":
-            sizes = [1] * len(shape)
-            for size, dim in zip(args[0].shape, params["broadcast_dimensions"], strict=True):
-                sizes[dim] = size
-            return args[0].reshape(sizes)
+            added = {*range(len(shape))} - {*params["broadcast_dimensions"]}
+            return np.expand_dims(args[0], list(added))
         case "squeeze":
             return args[0].squeeze(params["dimensions"])
         case "transpose":

@@ -194,6 +194,10 @@ REUSED = {
     "its words, stacked again": twice(
         lambda k: from_numbers(jnp.stack([jax.random.key_data(k)[i] for i in (0, 1)]))
     ),
+    "words of one split, stacked again": lambda p, b, rng: jnp.mean(
+        uniform(jax.random.split(rng, ()), (rows(b),))
+        * uniform(from_numbers(jnp.stack([*jax.random.key_data(jax.random.split(rng, ()))])))
+    ),
     "its words, halved and added again": twice(
         lambda k: from_numbers(jax.random.key_data(k) // 2 + (jax.random.key_data(k) + 1) // 2)
     ),
