@@ -26,7 +26,7 @@ _LOGGED = ("loss", "grad_norm")
 @calling("diff")
 def diff(options: DiffOptions) -> int:
     """Print where two runs differ; return 1 if they do, else 0."""
-    runs = options.first, options.second
+    runs = options.first.absolute(), options.second.absolute()  # orbax takes no other paths
     logs = [_logged(run / METRICS) for run in runs]
     folders = [run / CHECKPOINTS if (run / CHECKPOINTS).is_dir() else run for run in runs]
     logged_steps = [step for step in logs[0] if step in logs[1]]
