@@ -339,7 +339,7 @@ class Checkpoints:
             try:
                 metrics = read_meta(step_folder(self.directory, step)).metrics
             except CheckpointError as error:
-                # it cannot be restored
+                # a checkpoint whose record cannot be read cannot be restored
                 text = "%s: step %d in %s is not the best: %s"
                 _LOG.warning(text, _CALLER, step, self.directory, error)
                 continue

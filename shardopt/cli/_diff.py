@@ -1,4 +1,4 @@
-"""`shardopt diff`: find the first step, and the leaves, in which two runs differ."""
+"""`shardopt diff`: find the first step and the leaves that differ between two runs."""
 
 import json
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from shardopt.checkpoint._record import read_meta
-from shardopt.checkpoint._run_folder import committed, step_folder
+from shardopt.checkpoint._run_folder import committed, run_folder, step_folder
 from shardopt.checkpoint._store import Leaf, dtype_of, read_arrays
 from shardopt.checkpoint._tree import LeafPath, nest, show
 from shardopt.cli._options import DiffOptions
@@ -26,7 +26,7 @@ _LOGGED = ("loss", "grad_norm")
 @calling("diff")
 def diff(options: DiffOptions) -> int:
     """Print where two runs differ; return 1 if they do, else 0."""
-    runs = options.first.absolute(), options.second.absolute()  # orbax takes no other paths
+    runs = run_folder(options.first), run_folder(options.second)
     logs = [_logged(run / METRICS) for run in runs]
     folders = [run / CHECKPOINTS if (run / CHECKPOINTS).is_dir() else run for run in runs]
     logged_steps = [step for step in logs[0] if step in logs[1]]

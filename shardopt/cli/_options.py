@@ -407,7 +407,7 @@ class ExportOptions:
 
 @dataclasses.dataclass(frozen=True)
 class DiffOptions:
-    """Find the first step, and the leaves, in which two runs differ: shardopt diff RUN RUN.
+    """Find the first step and the leaves that differ between two runs: shardopt diff RUN RUN.
 
     It compares losses and norms of the logs, and the bits of the checkpoints that both runs have. It
     ends with 1 if they differ.

@@ -212,9 +212,9 @@ def reduce_scatter(
     """
     sent = [wire.scattered(x) for x, wire in zip(leaves, wires, strict=True)]
     as_bits = [wire.sends_bits(x) for x, wire in zip(sent, wires, strict=True)]
-    # two rounds: in each, the leaves of the other round have no dim, and stay as they are
-    # Half-precision floats are summed in fp32, but sent as they are; XLA:CPU would send fp32.
+    # half-precision floats are summed in fp32, but sent as they are; XLA:CPU would send fp32
     scatter_bits = functools.partial(_sum_by_exchange, dtype=jnp.float32)
+    # two rounds: in each, the leaves of the other round have no dim, and stay as they are
     for scatter, bits in ((psum_scatter, False), (scatter_bits, True)):
         chosen = [
             wire if leaf_bits is bits else wire._replace(dim=None)

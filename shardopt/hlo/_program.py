@@ -180,17 +180,17 @@ def read_program(
     text, compiled, lowered = _compiled_text(program, args)
     module = parse(text)
     replicas, partitions = sizes_of_program(module)
-    found = known_mesh(mesh, _shardings(compiled, args))
-    if found is None and replicas * partitions > 1 and any(collectives_of(module)):
+    program_mesh = known_mesh(mesh, _shardings(compiled, args))
+    if program_mesh is None and replicas * partitions > 1 and any(collectives_of(module)):
         problem = (
             f"cannot tell the mesh of this program on {replicas * partitions} devices, none of its"
             " inputs has one."
         )
         raise value_error(problem, fix="pass mesh=, the mesh it was compiled for.")
-    sizes = mesh_sizes(found)
+    sizes = mesh_sizes(program_mesh)
     slices = _check_devices(sizes, replicas * partitions, several_slices=MEGASCALE in text)
     _check_order(mesh, compiled)
-    devices = tuple(found.devices.flat) if isinstance(found, Mesh) else ()
+    devices = tuple(program_mesh.devices.flat) if isinstance(program_mesh, Mesh) else ()
     return CompiledProgram(
         text, module, sizes, replicas, partitions, slices, devices, compiled, lowered
     )

@@ -131,7 +131,7 @@ def _compress(array: np.ndarray) -> np.ndarray:
 def _compute(
     eqn: JaxprEqn, shape: tuple[int, ...], args: list[np.ndarray], max_size: int
 ) -> np.ndarray | None:
-    """Return the numbers of a result from those of its operands.
+    """Return the numbers of a result from the numbers of its operands.
 
     None if the computation is unknown or too large.
     """
@@ -164,7 +164,7 @@ def _compute(
 def _moved(
     eqn: JaxprEqn, shape: tuple[int, ...], args: list[np.ndarray], max_size: int
 ) -> np.ndarray | None:
-    """Return the numbers of a result that are those of the operands, in other places."""
+    """Return the numbers of a result that has the operands' numbers in other places."""
     params = eqn.params
     match eqn.primitive.name:
         case "broadcast_in_dim":

@@ -53,6 +53,11 @@ class AotCompiled:
         """The jitted function: jit reads all shardings, and few programs of a strategy run."""
         return self.jit(donate_argnums=() if self.donated is None else (0,))
 
+    @functools.cached_property
+    def keeping(self) -> jax.stages.Wrapped:
+        """The same without donation, for transformations: a gradient reads the arguments once more."""
+        return self.jit()
+
     def __call__(self, *args: PyTree) -> PyTree:
         """Return the result of the jitted function."""
         leaves, treedef = jax.tree.flatten(args[1:])
@@ -60,7 +65,7 @@ class AotCompiled:
         traced = [leaf for leaf in [*state_leaves, *leaves] if isinstance(leaf, Tracer)]
         if traced or not trace_state_clean():  # the loss may close over a tracer
             check_traced(self.config, traced)
-            return self.jit()(*args)  # without donation: a gradient reads the arguments once more
+            return self.keeping(*args)
         check_jit(self.config.strategy)
         signature = _signature(leaves, treedef)
         if signature not in self._compiled:

@@ -1,5 +1,5 @@
 """Programs with the same bits wherever they run: XLA fuses nothing outside of them with their numbers,
-and finds equal operations merged. Where shapes depend on the mesh, each operation has one right result.
+and finds equal operations merged. Each operation on shards has one right result, whatever their shape.
 """
 
 import dataclasses
@@ -110,6 +110,7 @@ def _combines(eqn: JaxprEqn) -> bool:
 
 
 def _is_alike_in_all_shapes(eqn: JaxprEqn) -> bool:
+    """Return whether each element has the same bits in arrays of any shape."""
     name = eqn.primitive.name
     values = list(map(abstract_value, (*eqn.invars, *eqn.outvars)))
     if all(value.shape == () for value in values):
@@ -155,14 +156,14 @@ def _with_rounded_products(
 
 
 def _kept_apart(x: jax.Array, zero: jax.Array) -> jax.Array:
-    """Return x, as a value of which the compiler does not know how it was computed."""
+    """Return x, and hide from the compiler how it was computed."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     return jax.lax.bitcast_convert_type(_bits(x) ^ _zeros(x, zero), x.dtype)
 
 
 def _zeros(x: jax.Array, zero: jax.Array) -> jax.Array:
-    """Return a 0 for each element of x."""
+    """Return integers that are 0, one for each element of x."""
     bits = _bits(x)
     return bits & zero.astype(bits.dtype)
 
