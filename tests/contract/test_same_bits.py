@@ -2,8 +2,10 @@
 
 import functools
 import hashlib
+import inspect
 import itertools
 import os
+import re
 import subprocess
 import sys
 
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.paths import ROOT
 from support.tiers import tiered
 
 import shardopt as so
@@ -378,7 +381,6 @@ def sam():
 
 
 REFUSED = {
-    "tensor": ("mesh axis 'tensor' cuts sums inside of a tile", {"data": 2, "tensor": 2}, {}),
     "three devices": (
         "3 devices hold rows, and a tree of two branches needs 1, 2, 4, 8, ...",
         {"data": 3},
@@ -399,6 +401,28 @@ def test_what_cannot_have_the_same_bits_is_refused(case, mesh_of):
     with pytest.raises(ValueError, match="the same bits on every mesh") as refusal:
         make(sizes, mesh_of, **options)
     assert reason in str(refusal.value)
+
+
+PAGE = (ROOT / "docs" / "same_bits.md").read_text().partition("\n## What is refused")[2]
+PROMISES = re.findall(r"^\| (.+) \| (.+) \|$", PAGE, re.MULTILINE)
+"""What a row of the page's table is about, and what holds."""
+AXES = [name for name in inspect.signature(so.make_mesh).parameters if name != "devices"]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("axis", AXES)
+def test_axes_are_refused_if_the_page_says_so(axis, mesh_of):
+    (promise,) = (text for subject, text in PROMISES if re.search(rf"axes.*\b{axis}\b", subject))
+
+    def make_hybrid():
+        model, _ = blocks_of(PARAMS)
+        so.hybrid(optax.sgd(0.1), mesh_of(**{axis: 2}), model, reducer=TILES, micro_batches=2)
+
+    if promise.startswith("refused"):
+        with pytest.raises(ValueError, match=f"mesh axis '{axis}' cuts sums inside of a tile"):
+            make_hybrid()
+    else:
+        make_hybrid()
 
 
 @pytest.mark.fast
@@ -422,7 +446,14 @@ def test_rows_that_are_no_tiles_on_each_device_are_refused(rows, strategy, mesh_
         opt.step(opt.init(params), batch_of(rows, 0))
 
 
-def test_replicas_that_train_apart_are_refused(mesh_of):
-    opt = so.local_sgd(make({"replica": 2, "data": 2}, mesh_of), sync_every=2)
+@pytest.mark.parametrize("combinator", [so.local_sgd, so.diloco])
+def test_replicas_that_train_apart_are_refused(combinator, mesh_of):
+    opt = combinator(make({"replica": 2, "data": 2}, mesh_of), sync_every=2)
     with pytest.raises(ValueError, match="replicas that train apart"):
         opt.step(opt.init(PARAMS), batch_of(16, 0))
+
+
+def test_cross_checks_are_refused(mesh_of):
+    opt = make({"data": 2}, mesh_of)
+    with pytest.raises(ValueError, match="a cross-check adds the bits of each device's own"):
+        so.fit(opt, opt.init(PARAMS), [batch_of(16, 0)], num_steps=1, cross_check_every=1)
