@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+from jax._src.core import extend_axis_env_nd
 from jax.sharding import AbstractMesh
 
 
@@ -60,3 +61,15 @@ def within_trace(**fields: Any) -> Iterator[None]:
         yield
     finally:
         _CONTEXT.reset(token)
+
+
+@contextlib.contextmanager
+def within_rows(context: RowContext) -> Iterator[None]:
+    """Set how rows are distributed in a `with` block, and make it a part of the key of jax's cache of
+    traces.
+
+    Otherwise a function that the user jitted would be traced in one context and used in another.
+    Named axes are part of that key. So the context is the name of an axis that no operation uses.
+    """
+    with within_trace(rows=context), extend_axis_env_nd([(f"shardopt {context}", 1)]):
+        yield

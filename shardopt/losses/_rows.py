@@ -5,19 +5,17 @@ functions know which mesh axes carry the other rows. Without the wrapper (one de
 view) the array has all rows already.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src.core import extend_axis_env_nd
 
 from shardopt.config._config import StrategyConfig
 from shardopt.core import PyTree, format_error, is_inexact, leaves_with_paths, wide_dtype
 from shardopt.core._block_model import LossFn, as_block_model
-from shardopt.core._trace_context import RowContext, trace_context, within_trace
+from shardopt.core._trace_context import RowContext, trace_context, within_rows
 from shardopt.mesh import mesh_under_trace
 
 
@@ -196,21 +194,10 @@ def with_rows(context: RowContext, loss_fn: LossFn) -> LossFn:
 def _run_within(context: RowContext, f: Any) -> Callable[..., Any]:
     @functools.wraps(f)
     def run_in_context(*args: Any, **kwargs: Any) -> Any:
-        with _enter(context):
+        with within_rows(context):
             return f(*args, **kwargs)
 
     return run_in_context
-
-
-@contextlib.contextmanager
-def _enter(context: RowContext) -> Iterator[None]:
-    """Set the context, and make it a part of the key of jax's cache of traces.
-
-    Otherwise a function that the user jitted would be traced in one context and used in another.
-    Named axes are part of that key. So the context is the name of an axis that no operation uses.
-    """
-    with within_trace(rows=context), extend_axis_env_nd([(f"shardopt {context}", 1)]):
-        yield
 
 
 def _context(caller: str, x: PyTree) -> RowContext | None:

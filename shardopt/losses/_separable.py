@@ -61,6 +61,9 @@ from shardopt.separability._walk import relate_jaxprs
 from shardopt.trace._jaxprs import CUSTOM, equations
 
 CUSTOM_VMAP = "jax.custom_batching.custom_vmap in it may mix rows."
+CALLBACK = 'a function outside of jax sees all rows. Use vmap_method="sequential".'
+ALL_ROWS_AT_ONCE = ("expand_dims", "broadcast_all", "legacy_vectorized")
+"""The values of `vmap_method` with which a callback, or a foreign function, gets all rows together."""
 TRAINED_WEIGHT = (
     "{} of so.losses.Weighted depends on the parameters, so the mean has a gradient of the weight."
 )
@@ -354,6 +357,8 @@ def _mixing_by_vmap(jaxpr: jex.ClosedJaxpr) -> Mixing | None:
     for eqn in equations(jaxpr):
         if eqn.primitive is custom_vmap_p:
             return Mixing("the loss", CUSTOM_VMAP)
+        if eqn.params.get("vmap_method") in ALL_ROWS_AT_ONCE:
+            return Mixing("the loss", CALLBACK)
         if draws_together(eqn):
             return Mixing("the loss", REASONS["keys"])
     return None

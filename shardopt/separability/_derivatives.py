@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax._src import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from shardopt.core._trace_context import within_trace
+from shardopt.core._trace_context import RowContext, within_rows, within_trace
 from shardopt.separability._elementwise import is_zero, resolve_numbers, unknown_results
 from shardopt.separability._proof import DifferentTracesError, ProofSettings
 from shardopt.separability._relations import (
@@ -33,14 +33,21 @@ from shardopt.separability._relations import (
 )
 from shardopt.trace._parts import abstract_value
 
-SCALE = Fraction(7390851332151607, 10**16)
-"""An arbitrary positive factor s between the derivative of the whole batch's loss and the
+SCALE = Fraction(-7390851332151607, 10**16)
+"""An arbitrary factor s between the derivative of the whole batch's loss and the
 derivative of a piece's loss.
 
 A strategy scales the loss of a piece: by the number of pieces, or by a weight that only all pieces
-together know. It corrects the gradient afterwards. This is right only if rules scale with the
-cotangents, as derivatives do. Rules that add to the cotangents, clip them or take their sign cannot
-give back this factor: it follows from no size in a program. """
+together know, which may be negative. It corrects the gradient afterwards. This is right only if rules
+scale with the cotangents, as derivatives do. Rules that add to the cotangents, clip them or take
+their sign cannot give back this factor: it follows from no size in a program. """
+
+ROWS_OF_A_RULE = RowContext(
+    (),
+    1,
+    refused=("a rule of jax.custom_vjp sees the rows of its device", "call it in the loss itself"),
+)
+"""The rows while a derivative rule is traced: they are not distributed there as in the loss."""
 
 
 def _as_function(
@@ -186,13 +193,11 @@ def implies(site: EquationPair, a: Relation, b: Relation) -> bool:
     """Return whether relation `a` implies relation `b`, up to rounding of the ratios."""
     if isinstance(b, Known):
         return isinstance(a, Known) and a.equals(b)
-    if isinstance(a, Known):
-        a = a.as_same()
     # W = r P_i in all pieces is W = (r/n) (P_0 + ...)
     if isinstance(a, Same) and isinstance(b, Total):
         a = Total(a.ratio / site.num_pieces)
     if isinstance(a, Same | Split | Total) and isinstance(b, type(a)):
-        places = [relation.place if isinstance(relation, Split) else None for relation in (a, b)]
+        places = [getattr(relation, "place", None) for relation in (a, b)]
         return places[0] == places[1] and a.ratio == b.ratio  # pyright: ignore[reportAttributeAccessIssue]
     return a == b and not isinstance(a, Unrelated)
 
@@ -217,7 +222,7 @@ def _follow_rule(
     if key not in proof.rule_traces:
         try:
             # layers use their plain forms, as in the trace of the loss
-            with within_trace(is_analysis=True):
+            with within_trace(is_analysis=True), within_rows(ROWS_OF_A_RULE):
                 proof.rule_traces[key] = trace(site.whole_eqn), trace(site.piece_eqn)
         except Exception:
             # a rule that works only inside the loss: it closes over tracers of the loss, or names

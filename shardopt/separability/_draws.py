@@ -85,6 +85,8 @@ DISTINCT = frozenset(["key", "at", "fold"])
 """Steps that make other keys from other numbers."""
 ANY = "any", None
 """The step of keys of which it is not known how they are made from another one."""
+MANY = "many", None
+"""The step of several keys, of which one may be made from another."""
 
 
 def follow_keys(
@@ -95,26 +97,26 @@ def follow_keys(
 ) -> Sequence[Relation]:
     """Return results with the paths of the keys among them.
 
-    Unknown if a key that is used once more gives numbers for each row.
+    Unknown if a key that is used once more gives numbers for each row. To read the bits of a key as
+    numbers is a use too.
     """
-    keys = {key for relation in relations if isinstance(relation, Same) for key in relation.keys}
-    if site.name in DRAWS and not keys and any(map(is_drawn, relations)):
-        return unknown_results(site, relations, "reused")  # a key that was hidden in other numbers
+    keys = _keys_of(relations)
+    # whether a key may be hidden in other numbers
+    hides_key = [is_drawn(relation) and not _keys_of([relation]) for relation in relations]
+    if site.name in DRAWS and hides_key[0]:
+        return unknown_results(site, relations, "reused")
     if relations and isinstance(relations[0], Split) and draws_together(site.whole_eqn):
         return unknown_results(site, relations, "keys")
-    for_rows = any(isinstance(result, Split) for result in results)
-    if site.name == "random_bits" or (site.name in DRAWS and for_rows):
-        numbers = [
-            (known.whole_values.tobytes(), known.piece_values.tobytes())
-            for known in relations
-            if isinstance(known, Known)
-        ]
-        use = site.name, str(site.params), str(site.piece_eqn.params), *numbers
+    for_rows = site.name in DRAWS and any(isinstance(result, Split) for result in results)
+    is_key = [isinstance(result, Same) and _holds_keys(site, i) for i, result in enumerate(results)]
+    is_read = site.name not in DRAWS and not all(is_key)
+    if site.name == "random_bits" or for_rows or is_read:
+        use = tuple(map(id, (*site.callers, site.whole_eqn)))
         proof.key_uses.update({(key, use): for_rows for key in keys})
         uses = proof.key_uses.items()
         if any(
             (for_rows or other_for_rows)
-            and other_use != (key, use)
+            and (other_use != (key, use) or MANY in key)
             and _may_be_equal(key, other_use[0])
             for key in keys
             for other_use, other_for_rows in uses
@@ -123,7 +125,8 @@ def follow_keys(
     followed = []
     for i, result in enumerate(results):
         if isinstance(result, Same):
-            result_keys = keys if _holds_keys(site, i) else ()
+            is_known = is_key[i] and (site.name in DRAWS or not any(hides_key))
+            result_keys = keys if is_known else ()
             if site.name not in KEEPS_KEYS:
                 result_keys = [(*key, _step(site, relations, key, i)) for key in result_keys]
             result = dataclasses.replace(result, keys=frozenset(result_keys))
@@ -165,20 +168,50 @@ def _step(
 def _may_be_equal(key: KeyPath, other: KeyPath) -> bool:
     """Return whether two keys may be equal, or one may be made from the other."""
     for step, other_step in zip(key, other, strict=False):
-        if step != other_step or step == ANY:
+        if step != other_step or step in (ANY, MANY):
             names_differ = step[0] != other_step[0] or step[0] not in DISTINCT
             return names_differ or None in (step[1], other_step[1])
     return True
+
+
+def passes_on_used_key(
+    proof: ProofSettings, carry: Sequence[Relation], after: Sequence[Relation]
+) -> bool:
+    """Return whether a turn uses a key that it passes on, or one that is made from it, or the other
+    way round. The next turns would use it again.
+
+    Args:
+      proof: the settings of the proof, with the uses of a turn.
+      carry: the carry before a turn.
+      after: the carry after the turn.
+    """
+    return any(
+        _may_be_equal(use[len(key) :], passed_on[len(key) :])
+        for key in _keys_of(carry)
+        if key[-1] == ANY  # else all turns have the same key
+        for use, _ in proof.key_uses
+        if use[: len(key)] == key
+        for passed_on in _keys_of(after)
+        if passed_on[: len(key)] == key
+    )
+
+
+def _keys_of(relations: Sequence[Relation]) -> frozenset[KeyPath]:
+    return frozenset(
+        key for relation in relations if isinstance(relation, Same) for key in relation.keys
+    )
 
 
 def one_of_keys(a: frozenset[KeyPath], b: frozenset[KeyPath]) -> frozenset[KeyPath]:
     """Return the keys of a value that has the keys `a` or the keys `b`, or keys made from them."""
     if a == b:
         return a
+    several = len(a) > 1 or len(b) > 1 or any(MANY in key for key in a | b)
+    step = MANY if several else ANY
     shortest = min(a | b, key=len)
     is_root = all(key[: len(shortest)] == shortest for key in a | b)
     root = shortest if is_root else ()
-    return frozenset([root if root[-1:] == (ANY,) else (*root, ANY)])
+    return frozenset([root if root[-1:] == (step,) else (*root, step)])
 
 
 def _holds_keys(site: EquationPair, i: int) -> bool:

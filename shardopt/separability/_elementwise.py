@@ -142,9 +142,6 @@ def _add_rows_and_totals(site: EquationPair, operands: Sequence[Relation]) -> Re
 
 
 def _elementwise(site: EquationPair, relations: Sequence[Relation]) -> Relation:
-    unknown = first_unknown(relations)
-    if unknown:
-        return unknown
     # a piece of one row must not be broadcast to several rows
     for i, relation in enumerate(relations):
         if isinstance(relation, Split) and sizes_of_dim(
@@ -207,11 +204,13 @@ def _result_ratio(
         return ratios[0] * ratios[1]
     if site.name == "div" and np.issubdtype(site.dtype, np.inexact):
         return ratios[0] / ratios[1]
-    # 8-bit products take the largest magnitude of a gradient
-    if _is_linear(site) or site.name == "abs":
+    if _is_linear(site):
         return ratios[0]
+    # 8-bit products take the largest magnitude of a gradient
+    if site.name == "abs":
+        return abs(ratios[0])
     # finite up to overflow, which rounding does not promise; a multiple has the sign of the number
-    compares = site.name in ("eq", "ne", "lt", "le", "gt", "ge")
+    compares = site.name in ("eq", "ne", "lt", "le", "gt", "ge") and ratios[0] > 0
     if site.name == "is_finite" or (compares and zeros[1]):
         return Fraction(1)
     if site.name == SELECT and ratios[0] == 1:
@@ -282,10 +281,8 @@ def _apply_to_extreme(site: EquationPair, operands: Sequence[Relation]) -> Relat
         if site.name in IDENTITIES or site.name == "reduce_precision" or _keeps_order(site):
             return extreme
         return not_linear(site, extreme)
-    kinds = {"max": "max", "min": "min"}
-    if site.dtype == bool:
-        kinds |= {"or": "max", "and": "min"}
-    kind = kinds.get(site.name)
+    kinds = {"or": "max", "and": "min"} if site.dtype == bool else {}
+    kind = kinds.get(site.name, site.name)
     is_combined = kind == extreme.kind and all(
         operand == extreme or is_exactly_same(operand) for operand in operands
     )

@@ -148,13 +148,11 @@ def _gather_paired_dims(
         operand = dataclasses.replace(indices, dim=operand_dim, ratio=operand.ratio)
     if not isinstance(operand, Split) or operand.dim != operand_dim:
         return site.unknown("mixes")
-    same_rows = _belong_to_rows(site, [indices], (dim, *operand.place[1:]))
+    same_rows = _belong_to_rows([indices], (dim, *operand.place[1:]))
     return operand.moved_to(batch_dims[dim]) if same_rows else site.unknown("mixes")
 
 
-def _belong_to_rows(
-    site: EquationPair, indices: Sequence[Relation], place: tuple[Any, ...]
-) -> bool:
+def _belong_to_rows(indices: Sequence[Relation], place: tuple[Any, ...]) -> bool:
     """Return whether indices are the same in all pieces, or split like rows at a place.
 
     Their ratio must be 1.
@@ -183,7 +181,7 @@ def _gather_known_rows(
     if not isinstance(taken, Split):
         return taken
     # the indices of the other dims must belong to the row that is looked up
-    same_rows = _belong_to_rows(site, other_columns, taken.place)
+    same_rows = _belong_to_rows(other_columns, taken.place)
     return taken.moved_to(batch_dims[row_dim]) if same_rows else site.unknown("mixes")
 
 
@@ -204,8 +202,7 @@ def _known_row_indices(
         return None
     position = index_map.index(operand_dim)
     column = columns[position]
-    row_dim = _row_dim(site, columns[position])
-    if row_dim is None or not isinstance(column, Known):
+    if not isinstance(column, Known) or (row_dim := _row_dim(site, column)) is None:
         return None
     return (
         column,
@@ -214,14 +211,14 @@ def _known_row_indices(
     )
 
 
-def _row_dim(site: EquationPair, column: Relation) -> int | None:
+def _row_dim(site: EquationPair, column: Known) -> int | None:
     """Return the only dim of the indices along which a column of row numbers varies.
 
     None if it is not the only one.
     """
     shapes = site.operand_shapes(1)
     dims = differing_dims(shapes)
-    if not isinstance(column, Known) or len(dims) != 1:
+    if len(dims) != 1:
         return None
     varies_only_along_rows = all(
         values.size == values.shape[dims[0]] == shape[dims[0]]
@@ -371,7 +368,7 @@ def _own_row_place(site: EquationPair, indices: Relation) -> Split | None:
         np.array_equal(values.reshape(-1), np.arange(size))
         for values, size in zip((column.whole_values, column.piece_values), sizes, strict=True)
     )
-    return place if counts_rows and _belong_to_rows(site, other_columns, place.place) else None
+    return place if counts_rows and _belong_to_rows(other_columns, place.place) else None
 
 
 def dynamic_slice(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:

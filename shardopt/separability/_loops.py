@@ -9,10 +9,9 @@ from fractions import Fraction
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
-from shardopt.separability._draws import ANY, one_of_keys
+from shardopt.separability._draws import ANY, MANY, one_of_keys, passes_on_used_key
 from shardopt.separability._elementwise import (
     first_unknown,
     is_zero,
@@ -31,7 +30,6 @@ from shardopt.separability._relations import (
     Shifted,
     Split,
     Total,
-    Unrelated,
     as_drawn,
     is_drawn,
     is_exactly_same,
@@ -78,7 +76,8 @@ def _with_dims(site: EquationPair, relation: Relation, added_dims: int) -> Relat
     the number of one turn only. The turns may have made one key several times.
     """
     if isinstance(relation, Same) and added_dims == 1:
-        return dataclasses.replace(relation, keys=frozenset((*key, ANY) for key in relation.keys))
+        keys = frozenset((*key, MANY if ANY in key else ANY) for key in relation.keys)
+        return dataclasses.replace(relation, keys=keys)
     if isinstance(relation, Split):
         return relation.moved_to(relation.dim + added_dims)
     if isinstance(relation, Known):
@@ -100,6 +99,7 @@ def _fixed_point(
     By induction: the relations hold before the first turn, and if they hold before a turn, they
     hold after it.
     """
+    reason = "loop"
     for _ in range(MAX_ROUNDS):
         key_uses = dict(proof.key_uses)
         results = proof.relate(site, bodies[0], bodies[1], [*consts, *carry, *turn_operands])
@@ -107,11 +107,14 @@ def _fixed_point(
             _common_relation(site, *pair) for pair in zip(carry, results[: len(carry)], strict=True)
         ]
         if all(a is b or a == b for a, b in zip(carry, after, strict=True)):
-            return after, results[len(carry) :]
+            if not passes_on_used_key(proof, carry, results[: len(carry)]):
+                return after, results[len(carry) :]
+            reason = "reused"
+            break
         carry = after
         proof.key_uses.clear()
         proof.key_uses.update(key_uses)
-    unknown = site.unknown("loop")
+    unknown = site.unknown(reason)
     return [unknown] * len(carry), [unknown] * (site.num_results - len(carry))
 
 
@@ -126,11 +129,6 @@ def _common_relation(site: EquationPair, before: Relation, after: Relation) -> R
         relation.as_same() if isinstance(relation, Known) else relation
         for relation in (before, after)
     ]
-    unknown = first_unknown(relations)
-    if unknown:
-        return unknown
-    if not all(isinstance(relation, Same | Split | Total) for relation in relations):
-        return relations[0] if relations[0] == relations[1] else site.unknown("loop")
     joined = unify(site, relations, [is_zero(before), is_zero(after)])
     keys = [relation.keys for relation in relations if isinstance(relation, Same)]
     if isinstance(joined, Same):
@@ -164,10 +162,10 @@ def while_loop(
     if is_exactly_same(condition):
         return list(map(as_drawn, carry)) if is_drawn(condition) else carry
     if is_unscaled(condition) and isinstance(condition, Split) and not condition.drawn:
-        places = {relation.place if isinstance(relation, Split) else None for relation in carry}
+        places = {getattr(relation, "place", None) for relation in carry}
         if places == {condition.place}:
             return carry
-    unknown = condition if isinstance(condition, Unrelated) else site.unknown("loop")
+    unknown = first_unknown([condition]) or site.unknown("loop")
     return [unknown] * site.num_results
 
 
@@ -176,21 +174,11 @@ def cond(proof: ProofSettings, site: EquationPair, relations: list[Relation]) ->
 
     The index of the branch must be the same in the whole trace and in every piece.
     """
-    branch_index, *operands = relations
+    operands = relations[1:]
     whole_branches, piece_branches = site.both_params("branches")
     if len(whole_branches) != len(piece_branches):
         return unknown_results(site, relations, "traces")
     branches = list(zip(whole_branches, piece_branches, strict=True))
-    if (
-        isinstance(branch_index, Known)
-        and branch_index.same_numbers
-        and branch_index.whole_values.size == 1
-    ):
-        return proof.relate(
-            site,
-            *branches[int(np.clip(branch_index.whole_values.item(), 0, len(branches) - 1))],
-            operands,
-        )
     index_relation = resolve_numbers(site, relations)[0]
     if not is_exactly_same(index_relation):
         return unknown_results(site, [index_relation])
@@ -223,18 +211,16 @@ def _scan_over_rows(
     - A carry is a sum over rows if it begins at 0, and each turn adds a term of its row to it.
     """
     bodies = site.both_params("jaxpr")
+    operands = resolve_numbers(site, relations)
     start = scan_parts(site.whole_eqn, relations)[1]
-    consts, _, scanned = scan_parts(site.whole_eqn, resolve_numbers(site, relations))
+    consts, _, scanned = scan_parts(site.whole_eqn, operands)
     num_consts = len(consts)
     num_carry = len(start)
     unknown = first_unknown([*consts, *scanned]) or site.unknown("loop")
     unscaled = all(map(is_exactly_same, consts))
     unscaled &= all(relation == Split(0) or is_exactly_same(relation) for relation in scanned)
     body = open_jaxpr(bodies[0])
-    turn_operands = [
-        relation if is_exactly_same(relation) else Same()
-        for relation in resolve_numbers(site, relations)
-    ]
+    turn_operands = [relation if is_exactly_same(relation) else Same() for relation in operands]
     # a turn has another row on each device, which a collective would combine
     one_row = dataclasses.replace(proof, alone=True)
     if not unscaled or not all(map(_equals_piece, one_row.relate(site, *bodies, turn_operands))):

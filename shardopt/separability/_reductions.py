@@ -61,6 +61,8 @@ def reduce_extreme(site: EquationPair, relations: Sequence[Relation]) -> list[Re
     if isinstance(relation, Total | Extreme):
         return [not_linear(site, relation)]
     assert isinstance(relation, Same | Split)
+    if relation.ratio < 0:
+        return [site.unknown("count")]
     if isinstance(relation, Split) and relation.dim in dims:
         return [
             (
@@ -127,9 +129,6 @@ def _row_by_row(
       relations: the relations of the operands.
       removed_dims: the dims of the operands that the results do not have.
     """
-    for relation in relations:
-        if isinstance(relation, Total):
-            return [not_linear(site, relation)] * site.num_results
     if not all(map(is_unscaled, relations)):
         return unknown_results(site, relations, "count")
     joined = join(site, relations)

@@ -67,11 +67,10 @@ def batched_product(whole_eqn: JaxprEqn, piece_eqns: Sequence[JaxprEqn]) -> Jaxp
     restored = tuple(dim for dim in range(ndim) if dim != result_dim)
     if (
         not same
-        or _tuples(product.params["dimension_numbers"]) != numbers
+        or product.params["dimension_numbers"] != numbers
         or tuple(broadcast.params["broadcast_dimensions"]) != restored
+        or broadcast.outvars[0].aval.shape[result_dim] != 1  # pyright: ignore[reportAttributeAccessIssue]
     ):
-        return None
-    if broadcast.outvars[0].aval.shape[result_dim] != 1:  # pyright: ignore[reportAttributeAccessIssue]
         return None
     operands = [left_squeeze.invars[0], right_squeeze.invars[0]]
     return product.replace(invars=operands, outvars=broadcast.outvars, params=whole_eqn.params)
@@ -104,7 +103,3 @@ def omitted_broadcast(
         return None
     params = whole_eqn.params | {"shape": shape_of(operand), "sharding": None}
     return whole_eqn.replace(invars=[operand], outvars=[operand], params=params)
-
-
-def _tuples(numbers: Sequence[Sequence[Sequence[int]]]) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    return tuple(tuple(tuple(dims) for dims in both_sides) for both_sides in numbers)

@@ -289,7 +289,7 @@ def _row_maximum(site: EquationPair, relations: Sequence[Relation]) -> Relation:
     if is_drawn(operand):  # devices draw other numbers, and all would see their maximum
         return site.unknown("drawn")
     if isinstance(operand, Same | Split) and not differing_dims(site.result_shapes()):
-        return Same(operand.ratio)
+        return Same(abs(operand.ratio))
     return site.unknown("mixes")
 
 
@@ -370,9 +370,6 @@ def _linear_solve(
         # tangents have the relation of products, where a right side may be known numbers
         if not solves or not products == solution == follow("solve", products):
             return unknown_results(site, products)
-    has_no_gradient = all(isinstance(relation, Known) for relation in relations)
-    if has_no_gradient or site.params["jaxprs"].transpose_solve is None:
-        return solution
     # A product has the relation of the solution, and jax transposes the tangents of products. It
     # also transposes the tangents of a jvp rule, so this does not depend on `proof.training`.
     cotangents = [
@@ -406,8 +403,7 @@ def _collective(
     equal = equal_params(*map(fixed_params, (site.whole_eqn, site.piece_eqn)))
     if proof.alone or grouped or not equal or first_unknown(relations):
         return unknown_results(site, relations, "primitive")
-    named_axes = site.params.get("axes", site.params.get("axis_name", ()))
-    axes = tuple(named_axes) if isinstance(named_axes, tuple | list | frozenset) else (named_axes,)
+    axes = tuple(site.params.get("axes", site.params.get("axis_name", ())))
     relations = resolve_numbers(site, relations)
     if proof.other_axes.issuperset(axes) and (site.name in SUMS or site.name == "ppermute"):
         return [
@@ -431,13 +427,10 @@ def _collective_over_pieces(site: EquationPair, relation: Relation, i: int) -> R
         return Same(relation.ratio)
     if site.name in SUMS and isinstance(relation, Same):
         return Same(relation.ratio / site.num_pieces)
-    if (
-        site.name in ("pmax", "pmin")
-        and isinstance(relation, Extreme)
-        and site.name[1:] == relation.kind
+    if site.name in ("pmax", "pmin") and (
+        is_exactly_same(relation)
+        or (isinstance(relation, Extreme) and site.name[1:] == relation.kind)
     ):
-        return Same()
-    if site.name in ("pmax", "pmin") and is_exactly_same(relation):
         return Same()
     if site.name == "all_gather" and isinstance(relation, Split) and site.params["tiled"]:
         whole_shape, piece_shape = site.result_shapes(i)

@@ -355,6 +355,20 @@ def test_what_a_row_alone_does_not_decide_is_refused_with_its_reason(name, mesh_
         opt.step(opt.init(make_params()), make_batches(1)[0])
 
 
+@pytest.mark.parametrize("vmap_method", ["broadcast_all", "expand_dims"])
+def test_a_callback_that_gets_all_rows_together_is_refused_in_evaluation_too(vmap_method, mesh_of):
+    def loss_of_row(params, row):
+        result = jax.ShapeDtypeStruct((), jnp.float32)
+        total = jax.lax.stop_gradient(prediction(params, row).sum())
+        return jax.pure_callback(
+            lambda x: np.asarray(x - np.mean(x)), result, total, vmap_method=vmap_method
+        )
+
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=8), so.per_row(loss_of_row), view="per_device")
+    with pytest.raises(so.errors.NotSeparableError, match='Use vmap_method="sequential"'):
+        opt.evaluate(opt.init(make_params()), make_batches(1)[0])
+
+
 READS_THE_BATCH = {
     "gather_batch": lambda x: so.losses.gather_batch(x).sum(),
     "batch_mean": lambda x: so.losses.batch_mean(x).sum(),

@@ -12,6 +12,7 @@ from support.piecewise import as_users_have_it
 from support.tiers import tiered
 
 import shardopt as so
+from shardopt.core._trace_context import RowContext
 from shardopt.core._types import abstract
 from shardopt.losses._separable import Cut, LossCall, find_mixing
 
@@ -161,7 +162,60 @@ def stacked(key_of_turn, in_a_list=lambda keys: keys):
     return loss
 
 
+def of_each_row(key):
+    """Return the number that a key gives after a split."""
+    return uniform(jax.random.split(key)[0])
+
+
+def root_or_child(key, is_child):
+    return jax.lax.cond(is_child, lambda: jax.random.split(key)[0], lambda: key)
+
+
+def hidden(other_key, key):
+    """Return a key by its words as integers, plus 0 times the words of another key."""
+    words = jax.lax.bitcast_convert_type(jax.random.key_data(key), jnp.int32)
+    return from_numbers(words.astype(jnp.uint32) + 0 * jax.random.key_data(other_key))
+
+
+def chained(p, b, rng):
+    """Turns draw from the keys of rows, and pass on the key of the first row."""
+
+    def turn(carry, _):
+        key, before, total = carry
+        keys = jax.random.split(key, rows(b))
+        total = total + before * jax.vmap(uniform)(keys)
+        return (jax.random.split(key)[0], jax.vmap(of_each_row)(keys), total), None
+
+    zeros = jnp.zeros(rows(b))
+    return jnp.mean(jax.lax.scan(turn, (rng, zeros, zeros), length=2)[0][2])
+
+
+def list_of_turns(p, b, rng):
+    """A list of a key and of the key that is made of it, each of which gives keys of rows."""
+    keys = jax.lax.scan(lambda key, _: (jax.random.split(key)[0], key), rng, length=2)[1]
+    of_rows = jax.vmap(lambda key: jax.random.split(key, rows(b)))(keys)
+    return jnp.mean(jax.vmap(of_each_row)(of_rows[0]) * jax.vmap(uniform)(of_rows[1]))
+
+
 REUSED = {
+    "the bits of a row's key": lambda p, b, rng: jnp.mean(
+        jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(rng, jnp.arange(rows(b))))
+        == jax.random.key_data(jax.random.fold_in(rng, 2))
+    ),
+    "the bits of a key, and rows": lambda p, b, rng: jnp.mean(
+        jax.random.key_data(jax.random.split(rng, rows(b)))[:, 0]
+        % 1000
+        * (jax.random.key_data(jax.random.split(rng)[0])[0] % 1000).astype(float)
+    ),
+    "two branches": lambda p, b, rng: jnp.mean(
+        jax.vmap(of_each_row)(jax.random.split(root_or_child(rng, p["w"][0] > 9), rows(b)))
+        * jax.vmap(uniform)(jax.random.split(root_or_child(rng, p["w"][0] < 9), rows(b)))
+    ),
+    "hidden in integers, added to another key": lambda p, b, rng: jnp.mean(
+        uniform(hidden(*jax.random.split(rng)), (rows(b),)) * uniform(jax.random.split(rng)[1])
+    ),
+    "keys of rows in turns": chained,
+    "keys of rows of a list that turns made": list_of_turns,
     "a number of the row keys' first": lambda p, b, rng: jnp.mean(
         jax.vmap(of_row, (None, 0))(rng, jnp.arange(rows(b))) * of_row(rng, 0)
     ),
@@ -335,8 +389,30 @@ def test_draws_for_each_row_and_shared_factors_of_a_mean_are_accepted(name):
 )
 def test_labels_of_draws_are_those_of_many_keys(name):
     (whole_loss, error), (pieces, other_error) = expectations({**SHARED, **OWN}[name])
-    deviations = abs(whole_loss - pieces) / np.hypot(error, other_error)
+    deviations = abs(whole_loss - pieces) / max(np.hypot(error, other_error), 1e-9)
     assert deviations < 4 if name in OWN else deviations > 6, (whole_loss, pieces, deviations)
+
+
+@jax.custom_vjp
+def scaled_by_all_rows(w, x):
+    return w * jnp.mean(x)
+
+
+scaled_by_all_rows.defvjp(
+    lambda w, x: (w * jnp.mean(x), so.losses.batch_sum(x) / x.shape[0]),
+    lambda mean, ct: (ct * mean, None),
+)
+
+
+@pytest.mark.fast
+def test_a_rule_that_asks_for_all_rows_is_refused():
+    def loss(p, b):
+        return scaled_by_all_rows(p["w"][0], b["x"][:, 0])
+
+    call = LossCall(context=RowContext(("data",), 2), axis_sizes={"data": 2})
+    with as_users_have_it():
+        problem = find_mixing(loss, *abstract((PARAMS, BATCH)), Cut(2), call)
+    assert problem is not None
 
 
 @pytest.mark.fast

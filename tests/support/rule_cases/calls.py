@@ -85,6 +85,9 @@ BACKWARD: list[Callable[..., tuple[Any, Any]]] = [
     lambda x, y, ct: (ct[::-1], ct),
     lambda x, y, ct: (ct * x.sum(0), ct),
     lambda x, y, ct: (ct * jnp.abs(ct), ct),
+    lambda x, y, ct: (jnp.where(ct > 0, ct, 0.1 * ct), ct),
+    lambda x, y, ct: (jnp.abs(ct), ct),
+    lambda x, y, ct: (jnp.broadcast_to(ct.max(-1, keepdims=True), ct.shape), ct),
 ]
 """What a backward rule of x * y makes of the cotangent: in part not its derivative."""
 
