@@ -185,11 +185,13 @@ for (name, (losses, _)), style in zip(results.items(), ["-", "--", ":"], strict=
     distance_axes.semilogy(
         np.abs(np.array(losses) - plain) + 1e-9, style, linewidth=1.2, label=name
     )
-loss_axes.set(title="loss", xlabel="step")
+loss_axes.set(title="loss", xlabel="step", xlim=(0, num_steps))
 loss_axes.legend(frameon=False)
 distance_axes.semilogy(plain, color="0.75", linewidth=6)
 distance_axes.annotate("the loss itself", (100, 0.5), color="0.45")
-distance_axes.set(title="distance to one device", xlabel="step", ylim=(1e-9, 2))
+distance_axes.set(
+    title="distance to one device", xlabel="step", xlim=(0, num_steps), ylim=(1e-9, 1)
+)
 distance_axes.legend(frameon=False, loc="center right")
 
 kilobytes = np.array([bytes_held for _, bytes_held in results.values()]) / 1000

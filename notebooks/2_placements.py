@@ -87,11 +87,12 @@ def draw(opt):
     _, axes = plt.subplots(figsize=(9, 0.3 * len(rows) + 0.5), layout="constrained")
     for i, row in enumerate(rows):
         count = row.bytes_total // row.bytes_per_device
-        boxes = [(box / count, 0.98 / count) for box in range(count)]
-        axes.broken_barh(boxes, (i - 0.4, 0.8), facecolor="#33608c" if count > 1 else "#c3c8d0")
+        boxes = [(box / count, 1 / count) for box in range(count)]
+        color = "#33608c" if count > 1 else "#c3c8d0"
+        axes.broken_barh(boxes, (i - 0.4, 0.8), facecolor=color, edgecolor="white")
     axes.set_yticks(range(len(rows)), [f"{row.path} {list(row.shape)}" for row in rows])
     axes.invert_yaxis()
-    axes.set_xticks([])
+    axes.set(xticks=[], xlim=(0, 1))
     plt.show()
 
 

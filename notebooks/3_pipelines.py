@@ -234,7 +234,7 @@ figure, axes = plt.subplots(figsize=(6.5, 3.4), layout="constrained")
 axes.semilogy(plain, color="0.75", linewidth=7, label="optax, one device")
 for (name, values), style in zip(losses.items(), ["-", "--", ":"], strict=True):
     axes.semilogy(values, style, linewidth=2, label=name)
-axes.set(title="three schedules, one curve", xlabel="step", ylabel="loss")
+axes.set(title="three schedules, one curve", xlabel="step", ylabel="loss", xlim=(0, num_steps))
 axes.legend(frameon=False)
 plt.show()
 
