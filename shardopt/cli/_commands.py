@@ -26,6 +26,7 @@ from shardopt.cli._options import (
     check_words,
 )
 from shardopt.cli._plan import AuditOptions, PlanOptions, audit, plan
+from shardopt.cli._remedies import error_of_command
 from shardopt.cli._run_folder import CHECKPOINTS, read_options
 from shardopt.cli._verify import VerifyOptions, verify
 from shardopt.core import calling, check_number, value_error
@@ -130,7 +131,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, OSError, ArithmeticError, ModuleNotFoundError) as error:
         if "--debug" in words:
             raise
-        _print_error(error)
+        _print_error(error_of_command(error, words[0]))
         end_at_once(2)
         return 2
 
@@ -175,7 +176,9 @@ def parse(words: Sequence[str], defaults: RunOptions | None = None) -> Any:
         return_unknown_args=True,
     )
     with calling(words[0]):
-        check_words(options, unknown_words)
+        forgot_dashes = words[0] == "launch" and not _NAMES.isdisjoint(unknown_words)
+        fix = _AFTER if forgot_dashes else "--help-all lists the options."
+        check_words(options, unknown_words, fix)
     return options
 
 
@@ -206,8 +209,7 @@ def _resumed(words: Sequence[str], options: Options) -> Options:
 def launch(options: LaunchOptions, command: Sequence[str]) -> int:
     """Run the command after -- as several processes, and return its exit code."""
     if not command:
-        example = "shardopt launch --processes 4 -- train --steps 100"
-        raise value_error("there is no command to launch.", fix=f"say it after --: {example}")
+        raise value_error("there is no command to launch.", fix=_AFTER)
     if command[0] in _ALONE:
         fix = "start it by itself; the job finds vaults through SHARDOPT_VAULTS."
         raise value_error(f"{command[0]} cannot be a process of a job.", fix=fix)
@@ -280,6 +282,7 @@ _COMMANDS: dict[type, Command] = {
 }
 """By the type of its options each command."""
 _NAMES = frozenset(command.name for command in _COMMANDS.values())
+_AFTER = "say the command after --: shardopt launch --processes 4 -- train --steps 100"
 _ALONE = ("launch", "vault")
 """The commands that are no process of a job."""
 
@@ -311,7 +314,9 @@ def child_command(words: Sequence[str], run_dir: Path | None, attempt: int) -> l
         return [sys.executable, *words]
     if words[0] not in _NAMES:
         if shutil.which(words[0]) is None:
-            raise value_error(f"{words[0]!r} is no command of shardopt, and no program.")
+            problem = f"{words[0]!r} is no command of shardopt, and no program."
+            fix = "check its name; a script begins with the word python, or ends with .py."
+            raise value_error(problem, fix=fix)
         return list(words)
     if run_dir is None:
         return [sys.executable, "-m", "shardopt.cli", *words]
@@ -319,32 +324,9 @@ def child_command(words: Sequence[str], run_dir: Path | None, attempt: int) -> l
     return [sys.executable, "-m", "shardopt.cli", *words, *(["--resume"] if resumes else [])]
 
 
-def _print_error(error: BaseException) -> None:
+def _print_error(text: str) -> None:
     from rich.console import Console
 
     console = Console(stderr=True)
     console.print("[bold red]error:[/] ", end="")
-    text = str(error) or type(error).__name__
-    for remedy, remedy_of_command in _REMEDIES:
-        text = text.replace(remedy, remedy_of_command)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-_REMEDIES = (
-    ("JAX_NUM_CPU_DEVICES=", "--devices "),
-    ("lora: targets has", "tune: --lora-targets has"),
-    (
-        "weights with targets, leave vectors out, and describe other weights with matrices=.",
-        "weights with --lora-targets, and leave vectors out.",
-    ),
-    ("out of targets, or save without model=, in shardopt's own form.", "out of --lora-targets."),
-    (
-        "load the frozen parameters that they were trained on.",
-        "name their model with --model, and its form in training with --base.",
-    ),
-    (
-        "pass family=... if the mathematics of the model is that of a known family.",
-        "take a model of a family that docs/howto/open_weights.md lists.",
-    ),
-)
-"""Remedies of functions of Python, and those of the command line in their place."""

@@ -32,9 +32,7 @@ def show_run(
     held_out: Windows,
 ) -> None:
     """Show the options of the run before it starts."""
-    text = (
-        "Python's standard library" if options.training.data is None else str(options.training.data)
-    )
+    text = options.training.data or "Python's standard library"
     model = options.model
     num_parameters = sum(
         math.prod(leaf.shape) for leaf in jax.tree.leaves(opt.abstract_state().params)

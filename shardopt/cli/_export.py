@@ -13,7 +13,7 @@ import optax
 import shardopt as so
 from shardopt.cli._optimizer import make_optimizer
 from shardopt.cli._options import ExportOptions, RunOptions, TuneOptions, check_numbers
-from shardopt.cli._run_folder import CHECKPOINTS, read_run
+from shardopt.cli._run_folder import CHECKPOINTS, CONFIG, read_run
 from shardopt.cli._train import decoder_config
 from shardopt.cli._tune import open_model
 from shardopt.core import PyTree, calling, value_error
@@ -67,7 +67,7 @@ def read_weights(folder: Path, step: int | None) -> Weights:
 
 def _read_run(folder: Path, step: int | None) -> tuple[Weights, Save]:
     """Return the weights of a run, at a step or the newest, and the function that saves them."""
-    if not (folder / CHECKPOINTS).is_dir():
+    if not ((folder / CHECKPOINTS).is_dir() and (folder / CONFIG).is_file()):
         fix = "name the --run-dir of a run of train or tune."
         raise value_error(f"there is no run in {str(folder)!r}.", fix=fix)
     options, _ = read_run(folder)

@@ -3,7 +3,7 @@
 import ast
 import difflib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import optax
@@ -30,12 +30,7 @@ def make_optimizer(
     factory, arguments = find_optimizer(text)
     # inject_hyperparams makes optimizers without schedules follow one too, and puts the rate into
     # the state.
-    static_args = [
-        parameter
-        for parameter in inspect.signature(factory).parameters
-        if parameter != "learning_rate"
-    ]
-    tx = optax.inject_hyperparams(factory, static_args=static_args)(
+    tx = optax.inject_hyperparams(factory, static_args=list(_other_parameters(factory)))(
         make_schedule(learning_rate, steps), **arguments
     )
     return optax.chain(optax.clip_by_global_norm(clip), tx) if clip else tx
@@ -69,12 +64,11 @@ def find_optimizer(text: str) -> tuple[Callable[..., optax.GradientTransformatio
         )
         problem = f"optax has no optimizer {name!r} that a learning rate is enough for."
         raise value_error(problem, fix=fix)
-    keywords = [
-        parameter
-        for parameter in inspect.signature(functions[name]).parameters
-        if parameter != "learning_rate"
-    ]
-    check_keywords(f"--optimizer {name}", arguments, keywords)
+    keywords = _other_parameters(functions[name])
+    unknown_names = sorted(arguments.keys() - keywords.keys())
+    if unknown_names:
+        problem = f"--optimizer {name} has no argument {' or '.join(map(repr, unknown_names))}."
+        raise value_error(problem, fix=f"it takes {', '.join(keywords) or 'none'}.")
     return functions[name], arguments
 
 
@@ -96,15 +90,18 @@ def optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
 
 
 def _needs_only_a_learning_rate(function: Callable[..., object]) -> bool:
-    parameters = inspect.signature(function).parameters
-    other_parameters = [
-        parameter for name, parameter in parameters.items() if name != "learning_rate"
-    ]
     variadic_kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    return "learning_rate" in parameters and all(
+    return "learning_rate" in inspect.signature(function).parameters and all(
         parameter.default is not parameter.empty or parameter.kind in variadic_kinds
-        for parameter in other_parameters
+        for parameter in _other_parameters(function).values()
     )
+
+
+def _other_parameters(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
+    """Return the parameters of an optimizer except its learning rate."""
+    parameters = dict(inspect.signature(function).parameters)
+    parameters.pop("learning_rate", None)
+    return parameters
 
 
 def read_call(text: str) -> tuple[str, dict[str, Any]]:
@@ -125,13 +122,3 @@ def read_call(text: str) -> tuple[str, dict[str, Any]]:
         fix = "write a name such as adamw, or a call with keywords, such as 'adamw(b2=0.99)'."
         raise value_error(f"--optimizer {text} cannot be read.", fix=fix) from None
     return ast.unparse(call.func), arguments
-
-
-def check_keywords(
-    function_text: str, arguments: dict[str, object], keywords: Sequence[str]
-) -> None:
-    """Refuse arguments that are not among the allowed keywords."""
-    unknown_names = sorted(set(arguments) - set(keywords))
-    if unknown_names:
-        problem = f"{function_text} has no argument {' or '.join(map(repr, unknown_names))}."
-        raise value_error(problem, fix=f"it takes {', '.join(keywords) or 'none'}.")

@@ -207,18 +207,18 @@ class FolderOptions:
     strategy, devices and steps may change.
     """
 
-    checkpoint_every: int = 100
+    checkpoint_every: Count = 100
     """Steps between checkpoints; the last two and the best are kept."""
 
-    memory_every: More[Annotated[int | None, _INT]] = None
+    memory_every: More[OptionalCount] = None
     """Steps between snapshots in the memory of two hosts, for restarts under launch --max-restarts.
     By default none.
     """
 
-    evaluate_every: int = 50
+    evaluate_every: Count = 50
     """Steps between validations."""
 
-    norms_every: More[Annotated[int | None, _INT]] = None
+    norms_every: More[OptionalCount] = None
     """Steps between norms of gradients, updates and parameters, of each layer, in metrics.jsonl.
     By default none.
     """
@@ -575,7 +575,7 @@ _OTHER_NAMES = {
 """Names that other programs have for an option."""
 
 
-def check_words(options: Any, unknown_words: Sequence[str]) -> None:
+def check_words(options: Any, unknown_words: Sequence[str], fix: str) -> None:
     """Refuse words that are no options, with the options that have a similar name or meaning."""
     if not unknown_words:
         return
@@ -597,4 +597,4 @@ def check_words(options: Any, unknown_words: Sequence[str]) -> None:
         flags = dict.fromkeys(flag(option_of[name]) for name in similar)
         problems.append(f"{word}: did you mean {' or '.join(flags)}?" if flags else word)
     problem = f"{plural(len(problems), 'word')} cannot be read."
-    raise value_error(problem, problems, "--help-all lists the options.")
+    raise value_error(problem, problems, fix)

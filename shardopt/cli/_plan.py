@@ -37,10 +37,10 @@ class PlanOptions:
     hardware: str = "v5p"
     """A chip: a100, h100, h200, b200, v4, v5e, v5p, v6e, tpu7x."""
 
-    chips: int = 64
+    chips: Count = 64
     """How many chips."""
 
-    slices: int = 1
+    slices: Count = 1
     """Pods that the chips are spread over, joined by the data-centre network."""
 
     batch_size: OptionalCount = None
@@ -132,7 +132,7 @@ class AuditOptions:
     topology: Annotated[str | None, tyro.conf.arg(metavar="CHIP:AxBxC")] = None
     """Chip and torus to compile for, such as v5p:4x4x4 or v6e:16x16; or GPUs of a node, h100:8."""
 
-    slices: int = 1
+    slices: Count = 1
     """How many toruses, or nodes of GPUs."""
 
     strategy: Literal["ddp", "zero1", "zero2", "fsdp"] = "fsdp"

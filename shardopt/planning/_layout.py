@@ -6,7 +6,8 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -121,19 +122,18 @@ class ParallelLayout(NamedTuple):
 
     def strategy(self, rules: Rules) -> dict[str, Any]:
         """Return keyword arguments of `so.hybrid`."""
-        optional: dict[str, Any] = (
-            {"gather_dtype": self.gather_dtype} if self.placement == "fsdp" else {}
-        )
-        if self.scatter_dtype is not None:
-            optional["reducer"] = exact(self.scatter_dtype)
-        return {
+        options: dict[str, Any] = {
             "schedule": self.builder(),
             "micro_batches": self.micro_batches,
             "placement": self.placement,
             "remat": self.remat,
             "rules": rules,
-            **optional,
         }
+        if self.placement == "fsdp":
+            options["gather_dtype"] = self.gather_dtype
+        if self.scatter_dtype is not None:
+            options["reducer"] = exact(self.scatter_dtype)
+        return options
 
     def __str__(self) -> str:
         """Return `data=64 tensor=8, fsdp, 4 micro-batches, remat`."""
@@ -143,20 +143,16 @@ class ParallelLayout(NamedTuple):
         )
         words = [axes, self.placement]
         if self.schedule is not None:
-            words.append(
-                self.schedule
-                + (
-                    f" x {self.chunks}"
-                    if self.chunks > 1 and KINDS[self.schedule].takes_chunks
-                    else ""
-                )
-            )
-            words += ["sent ahead"] if not KINDS[self.schedule].in_lockstep else []
+            kind = KINDS[self.schedule]
+            chunks = f" x {self.chunks}" if self.chunks > 1 and kind.takes_chunks else ""
+            words.append(self.schedule + chunks)
+            if not kind.in_lockstep:
+                words.append("sent ahead")
         if self.micro_batches > 1:
             words.append(f"{self.micro_batches} micro-batches")
-        return ", ".join(
-            [*words, *(["remat" if self.remat is True else self.remat] if self.remat else [])]
-        )
+        if self.remat:
+            words.append("remat" if self.remat is True else self.remat)
+        return ", ".join(words)
 
 
 @functools.lru_cache(maxsize=512)
@@ -358,54 +354,39 @@ def place(
 def _elements(
     plans: list[LeafPlan], mesh: Mesh, workload: Workload, tables: tuple[str, ...]
 ) -> ElementCounts:
-    leaves = _LeafSizes(plans, mesh)
     expert_patterns = patterns_of(workload.rules, "experts")
+
+    def size(plan: LeafPlan) -> int:
+        """Return the elements of a leaf on a device, before data shards it."""
+        return math.prod(plan.shape) // num_shards(plan.spec(sharded=False), mesh)
 
     def is_table(plan: LeafPlan) -> bool:
         return plan.path in tables and plan.dim == COLUMNS
 
-    def is_expert(plan: LeafPlan) -> bool:
-        return matches(expert_patterns, plan.path)
+    def sharded(selects: Callable[[LeafPlan], bool]) -> list[int]:
+        """Return the sizes of the selected leaves that data can shard."""
+        return [size(plan) for plan in plans if plan.dim is not None and selects(plan)]
 
-    outer = leaves.sharded(lambda plan: not plan.stacked and not is_table(plan))
-    loss = leaves.sharded(lambda plan: plan.path in workload.loss_reads)
-    rounded = [plan for plan in plans if _is_rounded(plan, workload)]
+    without_experts = Counter[tuple[bool, bool]]()  # by whether stacked, and whether data shards it
+    for plan in plans:
+        if not plan.experts:
+            without_experts[plan.stacked, plan.dim is not None] += size(plan)
+    outer = sharded(lambda plan: not plan.stacked and not is_table(plan))
+    loss = sharded(lambda plan: plan.path in workload.loss_reads)
     return ElementCounts(
-        sharded_blocks=leaves.without_experts(stacked=True, sharded=True),
-        replicated_blocks=leaves.without_experts(stacked=True, sharded=False),
-        sharded_outer=leaves.without_experts(stacked=False, sharded=True),
-        replicated_outer=leaves.without_experts(stacked=False, sharded=False),
+        sharded_blocks=without_experts[True, True],
+        replicated_blocks=without_experts[True, False],
+        sharded_outer=without_experts[False, True],
+        replicated_outer=without_experts[False, False],
         largest_outer=max(outer, default=0),
         loss_outer=sum(loss),
         largest_loss=max(loss, default=0),
-        tables=sum(leaves.sharded(is_table)),
-        rounded_blocks=leaves.total(rounded),
-        expert_blocks=leaves.total([plan for plan in plans if plan.experts]),
+        tables=sum(sharded(is_table)),
+        rounded_blocks=sum(size(plan) for plan in plans if _is_rounded(plan, workload)),
+        expert_blocks=sum(size(plan) for plan in plans if plan.experts),
         expert_axis_size=mesh.shape.get("expert", 1),
-        data_sharded_experts=sum(leaves.sharded(is_expert)),
+        data_sharded_experts=sum(sharded(lambda plan: matches(expert_patterns, plan.path))),
     )
-
-
-class _LeafSizes(NamedTuple):
-    """The elements of each leaf on a device, before data shards it."""
-
-    plans: list[LeafPlan]
-    mesh: Mesh
-
-    def size(self, plan: LeafPlan) -> int:
-        return math.prod(plan.shape) // num_shards(plan.spec(sharded=False), self.mesh)
-
-    def total(self, plans: Sequence[LeafPlan]) -> int:
-        return sum(map(self.size, plans))
-
-    def sharded(self, selects: Callable[[LeafPlan], bool]) -> list[int]:
-        """Return the sizes of the selected leaves that data can shard."""
-        return [self.size(plan) for plan in self.plans if plan.dim is not None and selects(plan)]
-
-    def without_experts(self, *, stacked: bool, sharded: bool) -> int:
-        """Return the elements of the leaves that the expert axis does not split."""
-        selected = [plan for plan in self.plans if not plan.experts and plan.stacked is stacked]
-        return self.total([plan for plan in selected if (plan.dim is not None) is sharded])
 
 
 def _is_rounded(plan: LeafPlan, workload: Workload) -> bool:

@@ -136,9 +136,9 @@ class Transformer:
             "hidden",
             "vocab_size",
             "length",
+            "width",
         ):
             check_count(name, getattr(self, name))
-        check_count("width", self.width)
         problem = ""
         if self.num_heads % self.kv_heads:
             problem = f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.kv_heads}"
@@ -252,7 +252,6 @@ class Transformer:
         D = self.dim
         F = self.hidden
         mlps = self.mlps
-        qkv_width = (self.num_heads + 2 * self.kv_heads) * self.width
         params = self.abstract_params()
         token_bytes = self._token_bytes
         attention = self._attention()
@@ -265,12 +264,12 @@ class Transformer:
         head_flops = 2 * T * D * self.vocab_size
         # a stage stores the results of products; its weight gradient does not read the mixed values
         products = Bytes(
-            token_bytes * 2 * D, token_bytes * (qkv_width + (1 + self.gated) * mlps * F)
+            token_bytes * 2 * D, token_bytes * (self._qkv_width + (1 + self.gated) * mlps * F)
         )
         mixed = Bytes(sharded=attention.queries)
         scores = Bytes(sharded=attention.scores)
         residuals = (
-            Bytes(token_bytes * 4 * D, token_bytes * (qkv_width + 6 * mlps * F))
+            Bytes(token_bytes * 4 * D, token_bytes * (self._qkv_width + 6 * mlps * F))
             .plus(mixed)
             .plus(scores)
         )
@@ -321,6 +320,11 @@ class Transformer:
         return jnp.dtype(self.dtype).itemsize * self.length
 
     @property
+    def _qkv_width(self) -> int:
+        """H K + 2 G K, the width of queries, keys and values together."""
+        return (self.num_heads + 2 * self.kv_heads) * self.width
+
+    @property
     def _chosen_experts(self) -> int:
         return self.top_k if self.num_experts else 0
 
@@ -331,15 +335,12 @@ class Transformer:
         return 2 * self.length**2 * self.num_heads * (2 * self.width + rope)
 
     def _attention(self) -> AttentionSizes:
-        T = self.length
-        H = self.num_heads
-        G = self.kv_heads
-        K = self.width
+        head_bytes = self._token_bytes * self.width
         return AttentionSizes(
-            queries=self._token_bytes * H * K,
-            keys=self._token_bytes * G * K,
-            kv_heads=G,
-            scores=0 if self.fused_attention else _FP32_BYTES * H * T * T,
+            queries=head_bytes * self.num_heads,
+            keys=head_bytes * self.kv_heads,
+            kv_heads=self.kv_heads,
+            scores=0 if self.fused_attention else _FP32_BYTES * self.num_heads * self.length**2,
             flops=self._score_flops / (2 if self.fused_attention else 1),
         )
 
@@ -369,7 +370,7 @@ class Transformer:
         H = self.num_heads
         K = self.width
         token_bytes = self._token_bytes
-        qkv_width = (H + 2 * self.kv_heads) * K
+        qkv_width = self._qkv_width
         hidden_width = self.mlps * (1 + self.gated) * self.hidden
         values = (
             NamedValue("qkv", Bytes(0, token_bytes * qkv_width), 2.0 * T * D * qkv_width, 0),

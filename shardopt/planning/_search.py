@@ -429,13 +429,13 @@ class _Space(NamedTuple):
         """Return the choices that equal remat=False under fsdp, which computes elementwise
         operations again anyway.
         """
-        named = (
-            [choice for choice in self.remat if isinstance(choice, str)]
-            if False in self.remat
-            else []
-        )
+        if False not in self.remat:
+            return []
+        recomputes = {choice: self.workload.recompute(choice) for choice in self.remat}
         return [
-            choice for choice in named if not getattr(self.workload.recompute(choice), "flops", 0.0)
+            choice
+            for choice, recompute in recomputes.items()
+            if isinstance(choice, str) and recompute and not recompute.flops
         ]
 
     def contexts(self) -> list[int]:

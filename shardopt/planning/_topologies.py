@@ -144,16 +144,15 @@ _PLUGINS = {"jax_cuda13_plugin": 13, "jax_cuda12_plugin": 12}
 
 
 def _gpus(chip: Hardware, size: int, nodes: int) -> Devices:
-    plugin = next((name for name in _PLUGINS if is_installed(name)), None)
-    if plugin is None:
-        require("jax_cuda12_plugin", extra="gpu")
+    plugin = next((name for name in _PLUGINS if is_installed(name)), "jax_cuda12_plugin")
+    require(plugin, extra="gpu")
     from jax.experimental import topologies
 
     return topologies.get_topology_desc(
         topology_name=chip.name,
         platform="cuda",
         topology=f"1x{nodes}x{size}",  # slices, nodes, GPUs of a node
-        target_config=_target(chip, _GPUS[chip.name], _PLUGINS.get(plugin or "", 12)),
+        target_config=_target(chip, _GPUS[chip.name], _PLUGINS[plugin]),
     ).devices
 
 
@@ -186,11 +185,10 @@ def _without_a_tpu() -> Iterator[None]:
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update({name: value for name, value in settings.items() if before[name] is None})
+    added = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(added)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
+        for name in added:
+            os.environ.pop(name, None)

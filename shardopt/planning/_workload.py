@@ -3,6 +3,7 @@
 `trace` computes it from a model.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -296,10 +297,7 @@ class Workload(NamedTuple):
             raise value_error(problem, unknown, fix)
         saved = [known[name] for name in policy.names]
         return Recompute(
-            Bytes(
-                sum(value.bytes.replicated for value in saved),
-                sum(value.bytes.sharded for value in saved),
-            ),
+            functools.reduce(Bytes.plus, (value.bytes for value in saved), Bytes()),
             max(flops - sum(value.flops for value in saved), 0.0),
             max(sums - sum(value.tensor_sums for value in saved), 0),
         )

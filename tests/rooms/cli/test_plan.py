@@ -183,7 +183,7 @@ def test_audit_refuses(capsys, words, message):
 
 def test_a_missing_file_and_a_missing_compiler_are_named(capsys, monkeypatch):
     assert main(["audit", "nowhere.hlo"]) == 2
-    assert "No such file or directory: 'nowhere.hlo'" in capsys.readouterr().err
+    assert "audit: nowhere.hlo: No such file or directory.\nFix: " in capsys.readouterr().err
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name)

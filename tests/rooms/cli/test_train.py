@@ -234,7 +234,7 @@ def test_sigterm_saves_and_says_how_to_go_on(start, tmp_path):
         (
             ("--data", "/no/such/text"),
             (
-                "data.open_corpus: there is no file or folder '/no/such/text'.\n"
+                "train: there is no file or folder '/no/such/text'.\n"
                 "Fix: check the path; without one, Python's own source is read."
             ),
         ),

@@ -213,7 +213,7 @@ def test_every_strategy_tunes(tune, tmp_path):
         ),
         (
             "--lora-rank 2 --lora-targets router",
-            "lora: 1 problem with the targets.\n  target 'router' matches no parameter",
+            "tune: 1 problem with the targets.\n  target 'router' matches no parameter",
         ),
         (
             "--lora-rank 2 --lora-targets (",

@@ -159,7 +159,7 @@ def test_a_long_continuation_goes_on_from_the_last_half_that_the_model_has_seen(
             "export: there is no run in '{tmp}'.\nFix: name the --run-dir of a run",
         ),
         ("export {tmp} out --step 0", "export: --step must be at least 1, got 0."),
-        ("generate {tmp} hello", "from_pretrained: {tmp} has no config.json."),
+        ("generate {tmp} hello", "generate: {tmp} has no config.json."),
         (
             "generate {tmp} hello --num-tokens 0",
             "generate: --num-tokens must be at least 1, got 0.",
@@ -171,7 +171,10 @@ def test_a_long_continuation_goes_on_from_the_last_half_that_the_model_has_seen(
             "generate: the folder has no tokenizer.json, so that a text",
         ),
         ("generate {tmp}/llama 1,x --ids", "generate: the prompt 1,x cannot be read.\nFix: write"),
-        ("generate {tmp}/llama 999 --ids", "sample: ids of the batch are not those of the model."),
+        (
+            "generate {tmp}/llama 999 --ids",
+            "generate: ids of the batch are not those of the model.",
+        ),
         ("merge {tmp} out", "merge: {tmp} has no adapter_config.json, so it holds no adapters"),
         ("merge {tmp}/pruned out", "merge: 1 weight with adapters are not in {tmp}/llama."),
     ],
