@@ -1,6 +1,5 @@
 """Eight fake CPU devices, strict jax, shapes checked by beartype: set before anything imports jax."""
 
-import gc
 import importlib.metadata
 import os
 import shutil
@@ -32,15 +31,14 @@ install_import_hook(
 
 import jax
 import pytest
+from support.memory import collect_seldom, keep_freed_memory
 from support.tiers import has_fast, is_slow
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_filtering", "off")  # a test that fails shows every frame
 
-
-# Tracing makes millions of small objects that live on. With the default thresholds, the collector
-# walks them all again and again: 5 to 7% of the time of a test.
-gc.set_threshold(50_000, 50, 100)
+keep_freed_memory()
+collect_seldom()
 
 GIGABYTE = 2**30
 FAST = "fast and not slow and not default"

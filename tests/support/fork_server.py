@@ -5,6 +5,7 @@ fork, and an id prints the status of that fork, or null while it runs. See proce
 """
 
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -20,6 +21,7 @@ import orbax.checkpoint  # noqa: F401
 import shardopt
 import shardopt.hlo
 import shardopt.training
+from support.memory import collect_seldom, keep_freed_memory
 
 _ = shardopt.fit, shardopt.Checkpoints  # they are imported at the first use
 
@@ -39,6 +41,9 @@ def run(script, arguments, out, err, strict):
 
 
 def main():
+    keep_freed_memory()
+    collect_seldom()
+    gc.freeze()  # no fork walks what was imported, nor copies its pages
     for line in sys.stdin:
         request = json.loads(line)
         if isinstance(request, int):
