@@ -7,18 +7,18 @@ A public name is in the `__all__` of shardopt, or of a module that is reached fr
 code is 1 if a count is above its limit.
 """
 
+import contextlib
 import inspect
+import io
 import re
-import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 from limits import compare
 
 import shardopt as so
+from shardopt.cli import main as shardopt_command
 
-ROOT = Path(__file__).parents[1]
 FUNCTIONS = ("ddp", "zero", "fsdp", "hybrid", "fit")
 WINGS = ("planning", "parameter_server", "reducers", "training")
 
@@ -46,9 +46,11 @@ def counts() -> dict[str, int]:
 
 def shown_options() -> list[str]:
     """Return the options that the help of `shardopt train` shows, without `--help`."""
-    command = [sys.executable, "-m", "shardopt.cli", "train", "--help"]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    return re.findall(r"^│ (--[\w-]+)", run.stdout, re.MULTILINE)
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # rows begin with a line of a box
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        shardopt_command(["train", "--help"])
+    out.seek(0)
+    return re.findall(r"^│ (--[\w-]+)", out.read(), re.MULTILINE)
 
 
 def main() -> int:

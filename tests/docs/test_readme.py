@@ -1,8 +1,6 @@
 """The README: its code runs as it stands, its commands are the ones promised, each claim has tests."""
 
-import os
 import re
-import subprocess
 import sys
 
 import jax
@@ -11,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from support.paths import ROOT
+from support.processes import Fork
 
 import shardopt as so
 
@@ -22,18 +21,15 @@ def blocks(language):
 
 
 def test_the_python_runs_as_it_stands(tmp_path):
-    # as many devices as the script asks for, compiled as cheaply as in all tests
-    flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
-    environment = os.environ | {"XLA_FLAGS": " ".join(flags)}
-    script = tmp_path / "readme.py"
+    """As many devices as the script asks for, compiled as cheaply as in all tests."""
+    script, out, err = (tmp_path / name for name in ("readme.py", "out", "err"))
     script.write_text("\n".join(blocks("python")))
-    command = [sys.executable, "-W", "error", str(script)]
-    environment["PYTHONPATH"] = str(ROOT)  # where it is not installed
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    loss, spec = done.stdout.split(maxsplit=1)
+    process = Fork(script, [], out, err, strict=True)
+    try:
+        assert process.wait(300) == 0, err.read_text()
+    finally:
+        process.kill()
+    loss, spec = out.read_text().split(maxsplit=1)
     assert float(loss) < 1e-3
     assert "('data', None)" in spec
 

@@ -20,6 +20,7 @@ def numbers():
 def test_nothing_is_above_its_limit(numbers):
     assert ci_limits.above_limit(numbers, LIMITS) == []
     assert numbers.keys() == LIMITS.keys()
+    assert min(numbers.values()) > 0
 
 
 def test_a_name_too_many_is_noticed(numbers):

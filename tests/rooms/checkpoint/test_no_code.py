@@ -5,6 +5,7 @@ put there stays shut.
 import ast
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ RUNS_CODE = {
     "code",
 }
 CALLS = {"eval", "exec", "compile", "__import__"}
+WORDS = RUNS_CODE | CALLS | {"allow_pickle"}
 
 
 class Payload:
@@ -83,10 +85,12 @@ def test_no_module_of_ours_can_read_a_pickle_or_run_what_it_reads():
     """
     modules = sorted(PACKAGE.rglob("*.py"))
     assert len(modules) > 100
-    uses_by_path = {
-        str(path.relative_to(PACKAGE)): list(uses(ast.parse(path.read_text(), filename=str(path))))
-        for path in modules
-    }
+    uses_by_path = {}
+    for path in modules:
+        text = path.read_text()
+        if WORDS.intersection(re.findall(r"\w+", text)):  # parsing all takes two seconds
+            uses_by_path[str(path.relative_to(PACKAGE))] = list(uses(ast.parse(text)))
+    assert uses_by_path  # `lower().compile()` is one of the words
     assert {path: lines for path, lines in uses_by_path.items() if lines} == {}
 
 
