@@ -182,8 +182,8 @@ axes.bar(
     positions + 0.2, [100 * row[5] for row in published], 0.38, color="#33608c", label="published"
 )
 axes.set_xticks(positions, [f"{row[0]}\n{row[2]} x {row[1]}" for row in published])
-axes.set(ylabel="MFU, %", ylim=(0, 115))
-axes.legend(frameon=False, loc="upper right", ncols=2)
+axes.set(ylabel="MFU, %", ylim=(0, 100))
+axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
 plt.show()
 
 for row, prediction in zip(published, predictions, strict=True):
