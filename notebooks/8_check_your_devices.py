@@ -73,11 +73,12 @@ for status, colour in colours.items():
     counts = [
         sum(row["group"] == group and row["status"] == status for row in rows) for group in groups
     ]
-    axes.barh(groups, counts, left=left, color=colour, label=status)
+    if any(counts):
+        axes.barh(groups, counts, left=left, color=colour, label=status)
     left = [a + b for a, b in zip(left, counts, strict=True)]
 axes.invert_yaxis()
-axes.set_xlabel("rows")
-axes.legend(frameon=False, loc="lower right")
+axes.set(xlabel="rows", xlim=(0, max(left)))
+axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
 plt.show()
 
 # %% [markdown]

@@ -113,19 +113,20 @@ def match_leaves(
         for origin in sources.values()
         if _split(origin, len(roots[0]), params)[2] is not None
     }
-    free = (
-        [path for path in usable if path not in moments],
-        [path for path in wanted if path not in named],
-    )
+    free = _without(usable, moments), _without(wanted, named)
     filled, equal = _filled_records(free, roots, params, fits)
     sources |= filled | _other_sources(*free, *roots, params, fits)
     used = {*sources.values(), *(path for paths in equal.values() for path in paths)}
     return Match(
         sources,
         equal,
-        [path for path in wanted if path[0] == OPT_STATE and path not in sources],
-        [path for path in stored if path not in used],
+        [path for path in _without(wanted, sources) if path[0] == OPT_STATE],
+        _without(stored, used),
     )
+
+
+def _without(paths: list[LeafPath], removed: Collection[LeafPath]) -> list[LeafPath]:
+    return [path for path in paths if path not in removed]
 
 
 def _param_of(path: LeafPath, root: LeafPath, params: set[LeafPath]) -> LeafPath | None:
@@ -391,10 +392,10 @@ def _take(
             sources.update(
                 {path: of_field[param] for param, path in paths.items() if param in old.params}
             )
-    if olds:
-        for field, path in new.numbers.items():
-            sources[path] = olds[0].numbers[field]
-            equal[path] = [old.numbers[field] for old in olds[1:]]
+    first, *others = olds
+    for field, path in new.numbers.items():
+        sources[path] = first.numbers[field]
+        equal[path] = [old.numbers[field] for old in others]
 
 
 def _other_sources(

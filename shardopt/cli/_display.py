@@ -110,11 +110,7 @@ def show_order_changes(screen: Console, changes: list[str]) -> None:
     reasons.
     """
     if changes:
-        screen.print(
-            f"The batches come in a new order: {'; '.join(changes)}.\n",
-            markup=False,
-            soft_wrap=True,
-        )
+        say(screen, f"The batches come in a new order: {'; '.join(changes)}.\n")
 
 
 def show_stopped(screen: Console, options: RunOptions, result: FitResult, steps: int) -> None:

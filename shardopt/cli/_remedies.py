@@ -32,7 +32,7 @@ REMEDIES = {
     r", and -100 for targets that are to be ignored": "",
     r"pass the folder that was given to.*": "name the folder of a run that has saved a checkpoint.",
     r"does not fit opt:": "does not fit the options:",
-    r"build opt with the optax chain.*": "leave out --optimizer and --clip, or start another run.",
+    r"build opt .*": "leave out --optimizer and --clip, or start another run.",
 }
 """Words of functions of Python, to their end of the line where they end with `.*`, and the words of
 the command line in their place.

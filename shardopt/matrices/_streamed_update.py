@@ -136,6 +136,7 @@ def _streamed(
     results = dict(zip(loop_results, loop_values, strict=True))
     for i, atom in other_results.items():
         results[i] = atom.val if isinstance(atom, jex.Literal) else values[atom]
+    # as they stand in the jaxpr: the updates, then the new state
     ordered = [results[i] for i in range(len(results))]
     updates = ordered[: len(grad_leaves)]
     new_state = ordered[len(grad_leaves) :]
@@ -150,12 +151,14 @@ def plan_stream(
     is_owned = config.layout.opt_state_layout == "matrices"
     if not stacked or is_owned or any(plan.pipelined for plan in stacked):
         return None
+    # An equation that does the same to each block has a partner in the update of a model of one block.
     stacked_leaves = frozenset(i for i, plan in enumerate(layout.trained) if plan.stacked)
     full_trace, block_trace = (
         retrace(config, layout, value, cut) for cut in (WHOLE, stacked_leaves)
     )
     matches = match_variables(full_trace.jaxpr, block_trace.jaxpr)
     blocks = stacked[0].shape[0]
+    # an opaque equation evaluates the loss, which reads all blocks
     if blocks == 1 or matches is None or any(map(is_opaque, full_trace.jaxpr.eqns)):
         return None
     return _BlockTraces(full_trace, block_trace, matches, blocks, len(layout.trained)).stream()

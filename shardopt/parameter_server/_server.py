@@ -352,7 +352,5 @@ def make_server(
     if nonfinite not in ("raise", "skip"):
         raise value_error(f"nonfinite must be 'raise' or 'skip', got {nonfinite!r}.")
     codec = None if reducer is None else compressor(reducer)
-    mathematics = None
-    if tx is not None:
-        mathematics = Mathematics(tx, rule, donate, codec)
+    mathematics = None if tx is None else Mathematics(tx, rule, donate, codec)
     return ParameterServer(mathematics, max_staleness, rule, nonfinite, codec and codec.name)

@@ -59,9 +59,9 @@ def from_ticks(
     """
     with calling(name):
         check_sizes(num_stages=num_stages)
-        tables_by_kind = {"forward": forward, "backward": backward} | (
-            {} if weight is None else {"weight": weight}
-        )
+        tables_by_kind = {"forward": forward, "backward": backward}
+        if weight is not None:
+            tables_by_kind["weight"] = weight
         arrays = {kind: _integers(kind, table, 2) for kind, table in tables_by_kind.items()}
         stage_of_virtual = np.arange(len(arrays["forward"])) % num_stages
         if stage_of is not None:
@@ -92,10 +92,9 @@ def _integers(argument: str, values: ArrayLike, ndim: int) -> np.ndarray:
         if array.size
         else "rows of unequal length, or nothing"
     )
-    expected_shape = (
-        "[V]: one per virtual stage",
-        "[V, M]: one per virtual stage and micro-batch",
-    )[ndim - 1]
+    expected_shape = "[V]: one per virtual stage"
+    if ndim == 2:
+        expected_shape = "[V, M]: one per virtual stage and micro-batch"
     raise type_error(f"{argument} must be integers {expected_shape}; got {actual}.")
 
 
@@ -237,9 +236,10 @@ def _run_as_early_as_possible(
     def has_arrived(stage: int, input_pass: _Pass | None) -> bool:
         if input_pass is None:
             return True
-        return input_pass in ran_at and tick >= ran_at[input_pass] + (
-            message_ticks if stage_of_virtual[input_pass[1]] != stage else 1
-        )
+        # a result of the same stage is no message: it is there on the next tick
+        is_message = stage_of_virtual[input_pass[1]] != stage
+        delay = message_ticks if is_message else 1
+        return input_pass in ran_at and tick >= ran_at[input_pass] + delay
 
     while any(remaining):
         inputs = {
