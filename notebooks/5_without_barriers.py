@@ -87,9 +87,8 @@ def slow_batches_of(worker):
 # ## All workers wait
 #
 # With `max_staleness=0` the gradients of all four workers are averaged and applied once, as
-# `so.ddp` does. If one worker stalls, all stop. Blue is computing, grey is fetching data, amber is
-# waiting for other workers. (Blue is so short here that you hardly see it. We leave out the
-# beginning, when everything is compiled.)
+# `so.ddp` does. If one worker stalls, all stop. (We leave out the beginning, when everything is
+# compiled.)
 
 
 # %%
@@ -113,18 +112,30 @@ def run(max_staleness, num_updates):
     return opt, opt.run(params, slow_batches_of, num_updates=num_updates)
 
 
-COLORS = {"step": "#3369b2", "wait": "#dfa63a", "data": "#8fa3b8", "lost": "#c04a3a"}
+DOINGS = {
+    "step": ("#3369b2", "computing"),
+    "data": ("#8fa3b8", "fetching data"),
+    "wait": ("#dfa63a", "waiting for others"),
+    "lost": ("#c04a3a", "lost"),
+}
 
 
 def draw(log, until):
     """Draw in which periods each worker computed or waited."""
     _, axes = plt.subplots(figsize=(11, 2.2), layout="constrained")
+    unlabelled = dict(DOINGS)
     for worker, doing, start, end in log.timeline():
-        color = COLORS[doing]
-        axes.broken_barh([(start, end - start)], (worker - 0.4, 0.8), color=color, ec="white")
+        if start >= until:
+            continue
+        color = DOINGS[doing][0]
+        _, label = unlabelled.pop(doing, ("", None))  # the legend has an entry once
+        axes.broken_barh(
+            [(start, end - start)], (worker - 0.4, 0.8), color=color, ec="white", label=label
+        )
     axes.set_yticks(range(4), [f"worker {worker}" for worker in range(4)])
     axes.invert_yaxis()
     axes.set(xlabel="seconds", xlim=(0, until))
+    axes.legend(ncols=3, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
     plt.show()
 
 
