@@ -199,8 +199,8 @@ def test_zero_of_any_optimizer_equals_one_device(loop, name, monkeypatch, x64):
     state_leaves = jax.tree.leaves(jax.eval_shape(optimizer.init, data_of("float64")[0]))
     stored = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     small = 8 * 12 * len(state_leaves)  # counts, and the number of a device
-    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in state_leaves)
-    assert stored <= whole / DEVICES + small
+    state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in state_leaves)
+    assert stored <= state_bytes / DEVICES + small
 
 
 @functools.cache

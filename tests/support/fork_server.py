@@ -43,7 +43,7 @@ def run(script, arguments, out, err, strict):
 def main():
     keep_freed_memory()
     collect_seldom()
-    gc.freeze()  # no fork walks what was imported, nor copies its pages
+    gc.freeze()  # forks neither walk these objects nor copy their pages
     for line in sys.stdin:
         request = json.loads(line)
         if isinstance(request, int):
