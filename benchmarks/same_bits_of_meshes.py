@@ -70,8 +70,6 @@ SWITCHES = [
 """The mesh and placement of each part of a run that changes them."""
 
 GPT = gpt.config(vocab_size=64, dim=16, num_layers=2, num_heads=2, tied=True)
-LONG_GPT = gpt.config(vocab_size=64, dim=32, num_layers=2, num_heads=2)
-"""A tile of 2 x 512 tokens has products long enough for several threads."""
 
 
 def plain_loss(params, batch):
@@ -80,6 +78,11 @@ def plain_loss(params, batch):
     losses = optax.softmax_cross_entropy_with_integer_labels(hidden @ params["out"], batch["y"])
     total = so.losses.Weighted((losses * batch["weight"]).sum(), batch["weight"].sum())
     return total, {"largest": so.losses.Max(losses.max()), "count": so.losses.Sum(losses.size)}
+
+
+def long_loss(params, batch):
+    """A tile of it has sums over 2 x 2048 positions, which XLA:CPU divides between threads."""
+    return jnp.mean((jnp.tanh(batch["x"] @ params["in"]) @ params["out"]) ** 2)
 
 
 class Classifier(nnx.Module):
@@ -109,21 +112,27 @@ def batch_of(rows, seed):
     }
 
 
-def tokens_of(length, rows, seed):
-    return {"tokens": np.random.default_rng(seed).integers(0, 64, (rows, length + 1), "i")}
+def tokens_of(rows, seed):
+    return {"tokens": np.random.default_rng(seed).integers(0, 64, (rows, 9), "i")}
+
+
+def long_batch_of(rows, seed):
+    return {"x": np.random.default_rng(seed).normal(size=(rows, 2048, 64)).astype("f")}
 
 
 @functools.cache
 def problem(model):
     """Return the loss, the first parameters, options and a function that draws a batch."""
-    if model in ("gpt", "long gpt"):
-        config, length = (GPT, 8) if model == "gpt" else (LONG_GPT, 512)
-        params = jax.device_get(gpt.init(config, jax.random.key(0)))
-        return gpt.model(config), params, {}, functools.partial(tokens_of, length)
+    if model == "gpt":
+        params = jax.device_get(gpt.init(GPT, jax.random.key(0)))
+        return gpt.model(GPT), params, {}, tokens_of
     if model == "flax":
         params, loss, rules = so.interop.nnx(Classifier(nnx.Rngs(0)), classifier_loss)
         return loss, jax.device_get(params), {"rules": rules}, batch_of
     draw = np.random.default_rng(0)
+    if model == "long":
+        params = {name: draw.normal(size=(64, 64)).astype("f") / 8 for name in ("in", "out")}
+        return long_loss, params, {}, long_batch_of
     shapes = {"in": (12, 24), "out": (24, 8), "scale": (24,)}
     params = {name: draw.normal(size=shape).astype("f") / 3 for name, shape in shapes.items()}
     return plain_loss, params, {}, batch_of
@@ -131,7 +140,7 @@ def problem(model):
 
 def optimizer(name, model):
     """Return the transformation; SOAP and Muon take the leaves of a GPT as matrices."""
-    matrices = gpt.matrices if "gpt" in model else None
+    matrices = gpt.matrices if model == "gpt" else None
     schedule = optax.warmup_cosine_decay_schedule(0, 0.01, 5, STEPS)
     numbers = so.optimizers.muon_dimension_numbers(matrices)
     return {
@@ -205,7 +214,7 @@ def strategy_of(row, mesh, placement):
     exact = so.reducers.exact(tile_rows=2)
     options = options | {"reducer": exact, "micro_batches": row["micro_batches"]}
     sharded = options | {"min_shard_elements": row["least"]}
-    if placement == "hybrid" and "gpt" not in row["model"]:
+    if placement == "hybrid" and row["model"] != "gpt":
         # hybrid sharding on a mesh of the user
         users = Mesh(np.array(devices).reshape(mesh), ("copies", "shards"))
         return so.fsdp(tx, so.Axes(users, replica="copies", data="shards"), loss, **sharded)
@@ -306,7 +315,7 @@ POOLS = [(1, 1), (2, 2), (4, 4), (1, 4), (2, 4)]
 def rows_of_threads():
     """Return rows that run on all devices of a process; the last has products that threads share."""
     shared = {"mesh": (1, DEVICES), "placement": "fsdp", "ragged": 0, "evaluates": False}
-    models = {"clipping": "gpt", "soap": "plain", "adafactor": "flax", "adamw": "long gpt"}
+    models = {"clipping": "flax", "soap": "plain", "adamw": "long"}
     return [
         shared | {"optimizer": name, "model": model, "micro_batches": 1, "least": 1}
         for name, model in models.items()
@@ -323,7 +332,7 @@ def of_threads():
             command = [sys.executable, __file__, "--of-threads", "--out", out]
             subprocess.run(command, env=environment, check=True)
             for row in json.loads(out.read_text()):
-                place = f"{devices} devices, {max(devices, threads)} threads"
+                place = f"devices {devices}, threads {max(devices, threads)}"
                 hashes.setdefault(row["model"], {})[place] = row["hash"]
     return hashes
 
