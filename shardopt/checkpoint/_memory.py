@@ -154,7 +154,7 @@ class MemoryWriter:
                 _LOG.warning(text, self._caller, candidate.step, problem)
             # All processes restore one step. If one of them cannot, all go on to the next older
             # one.
-            if all(json.loads(text) for text in exchange(json.dumps(snapshot is not None))):
+            if all(map(json.loads, exchange(json.dumps(snapshot is not None)))):
                 assert snapshot is not None
                 return snapshot._replace(extra=json.loads(exchange(json.dumps(snapshot.extra))[0]))
         return None

@@ -73,7 +73,7 @@ def unnest(nested: dict[str, PyTree], paths: list[LeafPath]) -> list[Any]:
 
 def show(path: LeafPath) -> str:
     """Return a path for people: names joined by slashes."""
-    return "/".join(unescape(name) for name in path)
+    return "/".join(map(unescape, path))
 
 
 def escape(name: str) -> str:

@@ -314,9 +314,8 @@ def child_command(words: Sequence[str], run_dir: Path | None, attempt: int) -> l
         return [sys.executable, *words]
     if words[0] not in _NAMES:
         if shutil.which(words[0]) is None:
-            problem = f"{words[0]!r} is no command of shardopt, and no program."
             fix = "check its name; a script begins with the word python, or ends with .py."
-            raise value_error(problem, fix=fix)
+            raise value_error(f"{words[0]!r} is no command of shardopt, and no program.", fix=fix)
         return list(words)
     if run_dir is None:
         return [sys.executable, "-m", "shardopt.cli", *words]

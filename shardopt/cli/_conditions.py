@@ -59,8 +59,7 @@ def check_conditions(options: RunOptions) -> None:
         if flags and not condition.holds(options):
             purpose = condition.purpose.format(options=options)
             problem = f"{plural(len(flags), 'option')} {purpose}."
-            fix = f"leave out what is listed, or {condition.choice}."
-            raise value_error(problem, flags, fix)
+            raise value_error(problem, flags, f"leave out what is listed, or {condition.choice}.")
 
 
 def saved_defaults(saved: Options, current: Options) -> Options:

@@ -596,5 +596,4 @@ def check_words(options: Any, unknown_words: Sequence[str], fix: str) -> None:
         )
         flags = dict.fromkeys(flag(option_of[name]) for name in similar)
         problems.append(f"{word}: did you mean {' or '.join(flags)}?" if flags else word)
-    problem = f"{plural(len(problems), 'word')} cannot be read."
-    raise value_error(problem, problems, fix)
+    raise value_error(f"{plural(len(problems), 'word')} cannot be read.", problems, fix)

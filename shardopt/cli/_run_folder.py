@@ -45,8 +45,7 @@ def check_run_folder(options: RunOptions) -> None:
     ]
     if changes:
         problem = f"the run in {str(folder)!r} trains another model."
-        fix = "leave these out, or choose another --run-dir."
-        raise value_error(problem, changes, fix)
+        raise value_error(problem, changes, "leave these out, or choose another --run-dir.")
 
 
 def checkpoint_settings(run: FolderOptions) -> dict[str, Any]:
@@ -114,7 +113,6 @@ def read_run(folder: Path) -> tuple[RunOptions, int | None]:
         is_tuned = "epochs" in config.get("training", {})
         options = from_json(config, TuneOptions if is_tuned else TrainOptions)
     except (ValueError, AttributeError, TypeError) as error:
-        problem = f"{str(path)!r} is damaged: {error}."
         fix = "bring it back, or start again in another --run-dir."
-        raise value_error(problem, fix=fix) from error
+        raise value_error(f"{str(path)!r} is damaged: {error}.", fix=fix) from error
     return options, config.get("text_bytes")

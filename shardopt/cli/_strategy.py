@@ -99,9 +99,8 @@ def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
     layers = options.model.layers or max(2, num_parts)
     if layers < num_parts:
         parts_text = f"{plural(stages, 'stage')} x {plural(chunks, 'chunk')} = {num_parts}"
-        problem = f"--layers {layers} is too few for {parts_text}."
         fix = f"use --layers {num_parts} or more, or another --mesh or --schedule."
-        raise value_error(problem, fix=fix)
+        raise value_error(f"--layers {layers} is too few for {parts_text}.", fix=fix)
     model = options.model
     if model.dim % (2 * model.heads):
         problem = f"--dim {model.dim} cannot be cut into --heads {model.heads} of an even width."

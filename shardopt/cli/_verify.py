@@ -72,8 +72,7 @@ def run_without_extras(words: Sequence[str]) -> int:
 def verify(options: VerifyOptions) -> int:
     """Run the rows, print a line for each that began, write the JSON, and return the exit code."""
     if not options.minutes > 0:
-        problem = f"--minutes must be positive, got {options.minutes:g}."
-        raise value_error(problem)
+        raise value_error(f"--minutes must be positive, got {options.minutes:g}.")
     if not options.output.parent.is_dir():
         problem = f"the folder of --output {options.output} does not exist."
         raise value_error(problem, fix=f"mkdir -p {options.output.parent}, or name another file.")

@@ -87,20 +87,18 @@ def check_evaluate_fn(config: StrategyConfig) -> None:
             "evaluate_fn must be a function (params, batch) -> loss, or a BlockModel, got"
             f" {evaluate_fn!r:.80}."
         )
-        fix = "pass evaluate_fn=loss, or leave it out to evaluate loss_fn."
-        raise type_error(problem, fix=fix)
+        raise type_error(problem, fix="pass evaluate_fn=loss, or leave it out to evaluate loss_fn.")
     if config.schedule is not None and not has_blocks:
         problem = (
             "evaluate_fn must be a BlockModel, because the stages of the pipeline hold its blocks."
         )
         raise type_error(problem, fix="pass model._replace(loss=...), or so.BlockModel(...).")
     if has_blocks and not trains_blocks:
-        problem = "evaluate_fn is a BlockModel, but loss_fn is not."
         fix = (
             "train on the BlockModel too, or pass lambda params, batch: model.loss_fn(params,"
             " batch)."
         )
-        raise type_error(problem, fix=fix)
+        raise type_error("evaluate_fn is a BlockModel, but loss_fn is not.", fix=fix)
 
 
 def _conflicts(config: StrategyConfig) -> Iterator[tuple[str, str]]:
@@ -162,5 +160,4 @@ def _check_remat(config: StrategyConfig, remat: Remat) -> None:
             if BLOCK_INPUT in parsed_remat.names
             else f"'save:{','.join(parsed_remat.names)}' or 'full'"
         )
-        fix = f"use {remedy}, or a mesh with pipeline=1."
-        raise value_error(problem, fix=fix)
+        raise value_error(problem, fix=f"use {remedy}, or a mesh with pipeline=1.")

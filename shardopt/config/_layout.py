@@ -178,8 +178,7 @@ def _check_blocks(params: PyTree) -> None:
         " *blocks) stacks."
     )
     if not isinstance(params, Mapping) or BLOCKS not in params:
-        problem = "the parameters of a BlockModel must be a dict with 'blocks'."
-        raise value_error(problem, fix=fix)
+        raise value_error("the parameters of a BlockModel must be a dict with 'blocks'.", fix=fix)
     leaves = leaves_with_paths(params[BLOCKS])
     counts = {leaf.shape[:1] for _, leaf in leaves}
     if len(counts) != 1 or counts == {()} or isinstance(params[BLOCKS], list | tuple):
@@ -251,11 +250,10 @@ def _tables(config: StrategyConfig, params: PyTree) -> tuple[str, ...]:
     ]
     wrong = [repr(path) for path in model.tables if path not in matrix_paths]
     if wrong:
-        problem = "BlockModel.tables must name outer parameters [V, D]."
         fix = (
             f"name some of {', '.join(matrix_paths[:8])}." if matrix_paths else "leave tables out."
         )
-        raise value_error(problem, wrong, fix)
+        raise value_error("BlockModel.tables must name outer parameters [V, D].", wrong, fix)
     can_shard = (
         config.placement.params and config.loss.view == "per_device" and config.schedule is None
     )

@@ -92,7 +92,7 @@ class UserMesh(NamedTuple):
 
     def rules(self, rules: Rules) -> Rules:
         """Return rules that name the user's axes as rules that name roles."""
-        return tuple(self._rule(rule) for rule in check_rules(rules, axes=None))
+        return tuple(map(self._rule, check_rules(rules, axes=None)))
 
     def _rule(self, rule: Rule) -> Rule:
         if callable(rule):

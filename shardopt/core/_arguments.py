@@ -159,6 +159,5 @@ def check_params(params: PyTree | None) -> PyTree:
       ValueError: if they are None.
     """
     if params is None:
-        fix = "call update(grads, state, params)."
-        raise value_error("update needs the parameters.", fix=fix)
+        raise value_error("update needs the parameters.", fix="call update(grads, state, params).")
     return params

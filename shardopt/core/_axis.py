@@ -43,7 +43,7 @@ def axis_size(axis_name: AxisName) -> int:
             " chain in so.transforms.on_mesh."
         )
         raise value_error(problem, fix=fix)
-    return math.prod(jax.lax.axis_size(name) for name in names)
+    return math.prod(map(jax.lax.axis_size, names))
 
 
 def bound_axes() -> tuple[str, ...]:

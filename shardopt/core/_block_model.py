@@ -208,7 +208,7 @@ def takes_rng(fn: Any) -> bool:
     """Return whether a loss or block function takes a keyword `rng` that is not bound yet."""
     model = as_block_model(fn)
     if model is not None:
-        return any(takes_rng(function) for function in (model.embed, model.block, model.loss))
+        return any(map(takes_rng, (model.embed, model.block, model.loss)))
     try:
         parameter = inspect.signature(fn).parameters.get("rng")
     except (TypeError, ValueError):  # builtins and some C callables have no signature

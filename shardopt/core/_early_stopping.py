@@ -78,8 +78,7 @@ def check_early_stopping(early_stopping: EarlyStopping | None) -> None:
             "early_stopping must be a so.training.EarlyStopping, got"
             f" {type(early_stopping).__name__}."
         )
-        fix = 'pass so.training.EarlyStopping("val_loss", patience=5).'
-        raise type_error(problem, fix=fix)
+        raise type_error(problem, fix='pass so.training.EarlyStopping("val_loss", patience=5).')
 
 
 def update(

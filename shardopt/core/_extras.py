@@ -27,9 +27,7 @@ def version_of(package: str) -> str | None:
 
 def version_numbers(version: str | None) -> tuple[int, ...]:
     """Return the numbers of a version; () if it is unknown, which is older than all."""
-    return tuple(
-        int(number) for number in re.findall(r"\d+", re.split(r"[a-z+]", version or "")[0])
-    )
+    return tuple(map(int, re.findall(r"\d+", re.split(r"[a-z+]", version or "")[0])))
 
 
 def require(module: str, *, extra: str) -> None:

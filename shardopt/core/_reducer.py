@@ -145,7 +145,7 @@ class _Grouped(NamedTuple):
         return [leaf_by_path[path] for path in self.paths]
 
     def init(self, params: Sequence[PyTree]) -> tuple[PyTree, ...]:
-        return tuple(self.reducer.init(group) for group in self.split(params))
+        return tuple(map(self.reducer.init, self.split(params)))
 
     def transmit(
         self,

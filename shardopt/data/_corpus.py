@@ -151,8 +151,7 @@ def open_corpus(path: str | os.PathLike | None = None) -> Corpus:
         problem = f"there is no text in the folder {str(root)!r}."
         if root.is_file():
             problem = f"{str(root)!r} is empty."
-        fix = "name a text file, or a folder that holds some."
-        raise value_error(problem, fix=fix)
+        raise value_error(problem, fix="name a text file, or a folder that holds some.")
     return Corpus(tuple(sizes), tuple(np.cumsum([0, *sizes.values()]).tolist()))
 
 
@@ -226,8 +225,7 @@ def split(corpus: Corpus, length: int, *, validation: float = 0.05) -> tuple[Win
             f" {corpus.num_bytes - cut} to validate, are too few for windows of {length + 1} bytes"
             " on both sides."
         )
-        fix = "give more text, or choose shorter windows."
-        raise value_error(problem, fix=fix)
+        raise value_error(problem, fix="give more text, or choose shorter windows.")
     return sides
 
 

@@ -305,7 +305,7 @@ def _axis_part(text: str, sizes: Mapping[str, int]) -> tuple[str, int, int]:
 
 
 def _rows(array: np.ndarray) -> Groups:
-    return tuple(tuple(row) for row in array.reshape(array.shape[0], -1).tolist())
+    return tuple(map(tuple, array.reshape(array.shape[0], -1).tolist()))
 
 
 def axes_of_groups(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...] | None:

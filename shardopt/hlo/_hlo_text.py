@@ -143,7 +143,7 @@ def attributes(instruction: Instruction) -> dict[str, str]:
 @cached
 def numbers(text: str) -> tuple[int, ...]:
     """Return the whole numbers of a text."""
-    return tuple(int(number) for number in re.findall(r"-?\d+", text))
+    return tuple(map(int, re.findall(r"-?\d+", text)))
 
 
 class WindowDim(NamedTuple):
@@ -295,7 +295,7 @@ def nbytes(shape: str) -> int:
       >>> nbytes("(bf16[8,4]{1,0:T(8,128)(2,1)}, s4[3]{0:E(4)}, pred[])")
       67
     """
-    return sum(_array_bytes(array) for array in arrays(shape))
+    return sum(map(_array_bytes, arrays(shape)))
 
 
 def tiled_nbytes(shape: str) -> int:
@@ -306,7 +306,7 @@ def tiled_nbytes(shape: str) -> int:
       True
     """
     if shape.strip().startswith("("):
-        return sum(tiled_nbytes(part) for part in elements(shape))
+        return sum(map(tiled_nbytes, elements(shape)))
     match = _TILED.match(shape.strip())
     if not match:
         return nbytes(shape)

@@ -217,12 +217,11 @@ def _compiled_text(
         return program, None, None
     compiled = program.compile() if isinstance(program, Lowered) else program
     if not isinstance(compiled, Compiled):
-        problem = f"cannot audit a {type(compiled).__name__}."
         fix = (
             "pass a jitted function with its arguments, such as opt.step, a Lowered, a Compiled, or"
             " HLO text."
         )
-        raise type_error(problem, fix=fix)
+        raise type_error(f"cannot audit a {type(compiled).__name__}.", fix=fix)
     lowered = program if isinstance(program, Lowered) else None
     text = text_of(compiled, lowered)
     if text is None:

@@ -267,8 +267,7 @@ def check_sync(sync: SyncConfig) -> None:
             f"delay={sync.delay} must be below sync_every / fragments = {stride}: the next fragment"
             " is sent then."
         )
-        fix = f"use a delay of at most {stride - 1}, or sync less often."
-        raise value_error(problem, fix=fix)
+        raise value_error(problem, fix=f"use a delay of at most {stride - 1}, or sync less often.")
     check_is_number("mix", sync.mix)
     if not 0 <= sync.mix <= 1:
         raise value_error(f"mix must be between 0 and 1, got {sync.mix}.")

@@ -235,7 +235,7 @@ def first_opt_state(
         params=PerReplica(jax.tree.map(stack, params)),
         optimizer=PerReplica(jax.tree.map(stack, optimizer)),
         inner_reducer=inner_reducer,
-        outer=tuple(outer.init(part) for part in parts),
+        outer=tuple(map(outer.init, parts)),
         pending=tuple([jnp.zeros_like(x) for x in part] for part in parts) if delayed else (),
         reducer=tuple(Delayed(state, state) if delayed else state for state in reducer_states)
         or None,

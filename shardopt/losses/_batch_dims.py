@@ -72,8 +72,7 @@ def sequence_dim(config: StrategyConfig, path: str, ndim: int) -> int | None:
 
 def _dims(batch_dims: BatchDims, path: str) -> LeafDims:
     """Return the dims that `batch_dims` give a leaf: by default dim 0 counts rows."""
-    matches = (dims for pattern, dims in batch_dims if re.search(pattern, path))
-    return next(matches, 0)
+    return next((dims for pattern, dims in batch_dims if re.search(pattern, path)), 0)
 
 
 def map_rows(

@@ -87,7 +87,7 @@ def _no_such_axis(config: StrategyConfig, axis: str) -> tuple[str, str]:
             "take the collective out (a mean is jnp.mean; flax's BatchNorm has axis_name=None),"
             " use so.losses.batch_mean, right in both views, or view='per_device'."
         )
-    names = " and ".join(repr(name) for name in config.axes.summed)
+    names = " and ".join(map(repr, config.axes.summed))
     problem = (
         f"the loss calls a collective over {axis!r}, and devices that share the rows are along"
         f" {names} here."

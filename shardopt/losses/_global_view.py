@@ -173,8 +173,7 @@ def _parts(
     """Return the parts of the loss of each micro-batch, [micro-batches, ...]."""
 
     def run_micro_batch(rows, index):
-        key = key_of(index)
-        return _loss_of_rows(config, layout, params, rows, key, differentiated=False)
+        return _loss_of_rows(config, layout, params, rows, key_of(index), differentiated=False)
 
     return parts_of_micro_batches(
         run_micro_batch, batch, count, functools.partial(cut_rows, config)

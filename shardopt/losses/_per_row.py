@@ -216,8 +216,7 @@ def _over_rows(value: Any) -> Any:
 
 
 def _sum(x: jax.Array) -> jax.Array:
-    inexact = is_inexact(x)
-    return x.sum(0, dtype=wide_dtype(x.dtype) if inexact else None)
+    return x.sum(0, dtype=wide_dtype(x.dtype) if is_inexact(x) else None)
 
 
 def _mean(x: jax.Array) -> jax.Array:

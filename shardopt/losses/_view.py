@@ -83,8 +83,7 @@ class Views:
 
     def mixes_rows(self, layout: Layout, batch: PyTree, rows: int) -> bool:
         """Return whether a batch with `rows` rows in place of its own runs in the global view."""
-        shapes = resized(self._config, abstract(batch), rows=rows)
-        return self.of(layout, shapes) == "global"
+        return self.of(layout, resized(self._config, abstract(batch), rows=rows)) == "global"
 
     def _choose(self, layout: Layout, batch: PyTree) -> ViewChoice:
         config = self._config

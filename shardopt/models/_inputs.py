@@ -128,15 +128,14 @@ def _input_shape(batch: PyTree) -> tuple[int, int]:
         raise type_error(f"{_EXPECTED}; got {type(batch).__name__}.")
     if "tokens" not in batch:
         raise type_error(f"{_EXPECTED}; got a dict with {sorted(batch)}.")
-    unread = sorted(str(name) for name in set(batch) - {"tokens", *_OPTIONAL})
+    unread = sorted(map(str, set(batch) - {"tokens", *_OPTIONAL}))
     if unread:
-        problem = "the model does not read all leaves of the batch."
         fix = (
             f"leave them out, or use what it reads: {', '.join(_OPTIONAL)}. A mask of tokens is"
             " weights of 0 and 1. Labels are targets, shifted by one: the target of a token is the"
             " next one."
         )
-        raise value_error(problem, unread, fix)
+        raise value_error("the model does not read all leaves of the batch.", unread, fix)
     tokens = batch["tokens"]
     num_shifted = 0 if "targets" in batch else 1
     if not _has_integers(tokens):

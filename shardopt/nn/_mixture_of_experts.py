@@ -162,8 +162,7 @@ def mixture_of_experts(
         local_shape = (
             f", or [{E // devices}, ...] of this device" if devices > 1 and E % devices == 0 else ""
         )
-        fix = f"give weights [{E}, ...]{local_shape}."
-        raise value_error(problem, fix=fix)
+        raise value_error(problem, fix=f"give weights [{E}, ...]{local_shape}.")
     inputs = _Inputs(dict(weights), x, router, bias, router_bias)
     if is_analysed():
         y, statistics = _analysed_experts(inputs, routing, activation)

@@ -24,8 +24,7 @@ def query_key_value(
     """
 
     def project(name: str, dims: str = "hk") -> Array:
-        subscripts = f"btd,d{dims}->bt{dims}"
-        return linear(subscripts, x, weights, name, precision=precision)
+        return linear(f"btd,d{dims}->bt{dims}", x, weights, name, precision=precision)
 
     if "qkv" in weights:
         # The dim of parts stays where the product puts it: moving it to the front would cost a

@@ -98,7 +98,7 @@ class Log:
         self.header = dict(header)
         # integers, and the two times as floats
         # Columns and not tuples: a run of days has millions of events.
-        self._columns = tuple(array(kind) for kind in "qqqqqqdd")
+        self._columns = tuple(map(array, "qqqqqqdd"))
 
     def append(self, event: Event) -> None:
         """Add an event at the end."""

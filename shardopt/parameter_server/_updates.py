@@ -207,7 +207,7 @@ def check_params(params: PyTree) -> None:
         raise type_error(
             "parameters must be a pytree of arrays.", non_arrays, "pass arrays with values."
         )
-    if not any(is_inexact(leaf) for leaf in jax.tree.leaves(abstract(params))):
+    if not any(map(is_inexact, jax.tree.leaves(abstract(params)))):
         problem = f"nothing is trainable among {plural(len(leaves), 'parameter leaf')}."
         raise value_error(problem, fix="pass floating leaves.")
 

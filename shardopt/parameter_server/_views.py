@@ -187,7 +187,7 @@ class WorkerStats:
             doing = {"pull": "computes", "leave": "gone"}.get(last.kind, between_steps)
             return self._stats[worker]._replace(doing=doing)
 
-        return tuple(status_of(worker) for worker in sorted(self._last_event))
+        return tuple(map(status_of, sorted(self._last_event)))
 
 
 _LINE_SECONDS = 10.0

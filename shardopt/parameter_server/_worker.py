@@ -180,8 +180,7 @@ class SgdProblem:
             # A process on Ray sees the devices of its worker alone.
             meshes = {worker: make_mesh(data=-1, devices=jax.local_devices())}
         streams = Streams(self.caller, batches_of)
-        compressors = WorkerCompressors(self.codec)
-        return SgdWorkers(self, meshes, key, streams, compressors).compute()
+        return SgdWorkers(self, meshes, key, streams, WorkerCompressors(self.codec)).compute()
 
 
 @dataclass(frozen=True)

@@ -407,12 +407,11 @@ def _check_experts(leaves: Sequence[_Leaf], size: int) -> None:
         )
         raise value_error(problem, already_split, "let the rules name other dims of these leaves.")
     if size > 1 and not expert_leaves:
-        problem = f"{axis} is above 1, but no leaf is split over it."
         fix = (
             "name the leaves whose first dim counts experts, rules=[(regex, 'experts'), ...], or"
             " make the mesh with expert=1."
         )
-        raise value_error(problem, fix=fix)
+        raise value_error(f"{axis} is above 1, but no leaf is split over it.", fix=fix)
 
 
 def _remainder_of_experts(shape: Shape, size: int) -> str:

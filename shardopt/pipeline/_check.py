@@ -142,5 +142,4 @@ def check_cells(num_stages: int, num_ticks: int) -> None:
     """Refuse a table with more than 2**20 cells before it is allocated."""
     if num_stages * num_ticks > _MAX_CELLS:
         problem = f"a table of {num_stages} stages and {num_ticks} ticks or more is too large."
-        fix = f"keep stages x ticks at {_MAX_CELLS} or below."
-        raise value_error(problem, fix=fix)
+        raise value_error(problem, fix=f"keep stages x ticks at {_MAX_CELLS} or below.")

@@ -219,8 +219,7 @@ def _check_complete(actions_by_stage: list[list[_Action]]) -> None:
         if count[action] != 1
     ]
     if faults:
-        problem = f"every stage must list {', '.join(kinds)} of {sizes} once."
-        raise value_error(problem, faults)
+        raise value_error(f"every stage must list {', '.join(kinds)} of {sizes} once.", faults)
 
 
 def _run_as_early_as_possible(

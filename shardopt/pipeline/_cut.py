@@ -109,7 +109,7 @@ def check_counts(counts: Sequence[int] | None) -> Counts | None:
         raise type_error(problem, fix="use so.schedules.balance(num_blocks, stages * chunks).")
     if min(counts, default=0) < 0:
         raise value_error(f"blocks_per_stage must not be negative, got {min(counts)}.")
-    return tuple(int(count) for count in counts)
+    return tuple(map(int, counts))
 
 
 def first_blocks(counts: Counts) -> Counts:

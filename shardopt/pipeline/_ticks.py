@@ -92,7 +92,7 @@ def input_pass_of(
 
 def as_table(array: np.ndarray) -> Table:
     """Return nested tuples of Python integers: hashable, comparable, immutable."""
-    return tuple(tuple(row) for row in array.tolist())
+    return tuple(map(tuple, array.tolist()))
 
 
 class Slots(NamedTuple):
@@ -115,7 +115,7 @@ class Slots(NamedTuple):
 
     def count(self, buffer: str) -> int:
         """Return how many slots a ring buffer needs, the same on every stage."""
-        return 1 + max(max(row) for row in getattr(self, buffer))
+        return 1 + max(map(max, getattr(self, buffer)))
 
 
 def assign_slots(ticks: Ticks) -> Slots:

@@ -23,7 +23,7 @@ def parse_topology(topology: str) -> tuple[Hardware, tuple[int, ...]]:
         of axes.
       ValueError: if a node has fewer GPUs.
     """
-    forms = ", ".join(_form(chip) for chip in HARDWARE.values())
+    forms = ", ".join(map(_form, HARDWARE.values()))
     if not isinstance(topology, str):
         raise type_error(f"topology must be a string, got {topology!r}.", fix=f"write {forms}.")
     match = re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)", topology)

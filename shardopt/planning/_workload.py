@@ -400,7 +400,7 @@ def trace(
     if not isinstance(abstract_params, dict) or BLOCKS not in abstract_params:
         fix = 'pass {"blocks": leaves stacked [L, ...], **outer}.'
         raise value_error("the parameters of a BlockModel must be a dict with 'blocks'.", fix=fix)
-    if not all(np.ndim(leaf) for leaf in jax.tree.leaves(abstract_batch)):
+    if not all(map(np.ndim, jax.tree.leaves(abstract_batch))):
         fix = "give every leaf of the batch its rows as first dim."
         raise value_error("a leaf of the batch has no dim.", fix=fix)
     params = abstract(abstract_params)
@@ -491,8 +491,7 @@ def _row_costs(functions: _ModelFunctions, batch: PyTree) -> dict[str, PyTree]:
 
     def block(weights: PyTree, x: PyTree, key: jax.Array) -> PyTree:
         """Do the operations of a block, without its Python: many functions below trace it."""
-        results = jaxpr_as_fun(traced_block)(*jax.tree.leaves((weights, x, key)))
-        return with_leaves(shapes, results)
+        return with_leaves(shapes, jaxpr_as_fun(traced_block)(*jax.tree.leaves((weights, x, key))))
 
     def flops(f: Callable[..., PyTree], *args: PyTree) -> float:
         return float(sum(count_flops(jax.make_jaxpr(f)(*args))))

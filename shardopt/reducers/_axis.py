@@ -53,7 +53,7 @@ def check_not_summed(
         path for path, leaf in zip(paths, leaves, strict=True) if not varying(leaf) >= set(names)
     ]
     if summed:
-        quoted = " or ".join(repr(name) for name in names)
+        quoted = " or ".join(map(repr, names))
         problem = (
             f"{plural(len(summed), 'gradient leaf')} {'does' if len(summed) == 1 else 'do'} not"
             f" vary along {quoted}: jax has summed the gradient of a replicated parameter,"
@@ -81,14 +81,12 @@ def agreeing_cond(
     computes with the argument.
     """
     args = jax.tree.map(lambda x, abstract_x: cast(x, abstract_x.dtype), args, abstract(args))
-    if not any(varying(leaf) for leaf in jax.tree.leaves(args)):
+    if not any(map(varying, jax.tree.leaves(args))):
         return jax.lax.cond(predicate, if_true, if_false, *args)
 
     def varying_axes(branch):
         axes_of_leaves = []
-        jax.eval_shape(
-            lambda: axes_of_leaves.extend(varying(leaf) for leaf in jax.tree.leaves(branch(*args)))
-        )
+        jax.eval_shape(lambda: axes_of_leaves.extend(map(varying, jax.tree.leaves(branch(*args)))))
         return axes_of_leaves
 
     # `cond` wants one type for both branches. An exact mean is invarying, and a result that no

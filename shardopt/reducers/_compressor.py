@@ -94,7 +94,7 @@ class Compressor(NamedTuple):
 
     def nbytes(self, abstract_params: PyTree) -> int:
         """Return the bytes of a message."""
-        return sum(num_bytes(array) for array in jax.tree.leaves(self.message(abstract_params)))
+        return sum(map(num_bytes, jax.tree.leaves(self.message(abstract_params))))
 
 
 @calling("compressor")

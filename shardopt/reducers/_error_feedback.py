@@ -89,8 +89,7 @@ def error_feedback(reducer: Reducer) -> Reducer:
     check_reducer(reducer)
     name = f"error_feedback({reducer.name})"
     if reducer.name.startswith("error_feedback("):
-        problem = f"{reducer.name} has error feedback already."
-        raise value_error(problem, fix="wrap a reducer once.")
+        raise value_error(f"{reducer.name} has error feedback already.", fix="wrap a reducer once.")
 
     @calling(name)
     def init(params):

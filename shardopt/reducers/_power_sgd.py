@@ -323,5 +323,4 @@ def _compile_pattern(stacked: str) -> re.Pattern[str]:
     try:
         return re.compile(stacked)
     except re.error as error:
-        problem = f"stacked={stacked!r} is no regular expression: {error}."
-        raise value_error(problem) from error
+        raise value_error(f"stacked={stacked!r} is no regular expression: {error}.") from error

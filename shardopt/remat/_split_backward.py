@@ -200,7 +200,7 @@ def _cut(closed: jex.ClosedJaxpr, num_arguments: int, num_x: int, num_trained: i
         both=lambda arguments, residuals, dy: _split(both(*arguments, *residuals, *dy), len(dy)),
         residuals=tuple(map(abstract_value, residuals)),
         deferred=tuple(map(abstract_value, deferred)),
-        weight_residuals=tuple(residuals.index(var) for var in residuals_of_weight),
+        weight_residuals=tuple(map(residuals.index, residuals_of_weight)),
     )
 
 

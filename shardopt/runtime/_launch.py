@@ -311,8 +311,7 @@ class _Launcher:
         if job.hang_timeout is not None and job.hosts.are_one:
             watch = Watch(self.count, job.hang_timeout, say=job.say)
         with contextlib.closing(watch) if watch else contextlib.nullcontext():
-            command = job.command_of(self.attempt)
-            return self._run_processes(command, watch)
+            return self._run_processes(job.command_of(self.attempt), watch)
 
     def _run_processes(self, command: Sequence[str], watch: Watch | None) -> _AttemptResult:
         hosts = self.job.hosts

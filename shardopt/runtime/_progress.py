@@ -188,8 +188,7 @@ def current() -> dict[str, object]:
     """Return the current report as JSON values."""
     now = time.monotonic()
     lanes = {name: last._replace(began=now - last.began) for name, last in list(_lanes.items())}
-    host = socket.gethostname()
-    return {"pid": os.getpid(), "host": host, "lanes": lanes}
+    return {"pid": os.getpid(), "host": socket.gethostname(), "lanes": lanes}
 
 
 def start_reports(rank: int, environment: Mapping[str, str] = os.environ) -> bool:

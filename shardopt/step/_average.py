@@ -126,12 +126,11 @@ def _sources(state: TrainState) -> dict[str, Source]:
         fix = "keep one average in the chain: average_params, or schedule-free."
         raise value_error("the optimizer state has several averages.", repeated, fix)
     if not sources:
-        problem = "the optimizer state has no average of the parameters."
         fix = (
             "train with optax.chain(tx, so.transforms.average_params(decay=0.999)), or optax's"
             " schedule-free."
         )
-        raise value_error(problem, fix=fix)
+        raise value_error("the optimizer state has no average of the parameters.", fix=fix)
     return sources
 
 

@@ -88,9 +88,8 @@ def check_own_rows(
     shared = [_part(digest, "shared") for digest in digests]
     listed = _differing(shared, processes)
     if listed:
-        problem = "leaves that all rows share differ between processes."
         fix = "pass the same values on all processes, or name the dim of rows in batch_dims."
-        raise value_error(problem, listed, fix)
+        raise value_error("leaves that all rows share differ between processes.", listed, fix)
     of_process = {
         process: tuple(sorted(_part(digest, "rows").items()))
         for process, digest in zip(processes, digests, strict=True)

@@ -58,12 +58,11 @@ def check_params(config: StrategyConfig, params: PyTree) -> PyTree:
             if not is_array_like(leaf) and not isinstance(leaf, int | float)
         ]
         if wrong_leaves:
-            problem = "parameters must be a pytree of arrays."
             fix = (
                 "split the rest off, for instance with equinox.partition(model, equinox.is_array) or"
                 " flax.nnx.split."
             )
-            raise type_error(problem, wrong_leaves, fix)
+            raise type_error("parameters must be a pytree of arrays.", wrong_leaves, fix)
         shapes = abstract(params)
         check_keys(shapes, config.layout.frozen)
         return shapes
@@ -106,12 +105,11 @@ def check_not_traced(params: PyTree, rng: jax.Array | None) -> None:
     optimizer may not call it.
     """
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, rng))):
-        problem = "init was called under a trace, where arrays have no values."
         fix = (
             "call init outside of jax.jit; inside of another optimizer put the optax optimizer"
             " itself, opt.wrapped."
         )
-        raise type_error(problem, fix=fix)
+        raise type_error("init was called under a trace, where arrays have no values.", fix=fix)
 
 
 def check_state(config: StrategyConfig, state: TrainState) -> None:
@@ -387,8 +385,7 @@ def typed_key(rng: jax.Array | None) -> jax.Array:
             f"rng is a key of another implementation ({rng.dtype}) than jax's default"
             f" ({default.dtype})."
         )
-        fix = "pass jax.random.key(seed), or set jax_default_prng_impl."
-        raise value_error(problem, fix=fix)
+        raise value_error(problem, fix="pass jax.random.key(seed), or set jax_default_prng_impl.")
     return rng
 
 

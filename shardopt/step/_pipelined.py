@@ -72,8 +72,7 @@ class Pipelined:
             problem = (
                 f"there are no blocks to cut into {plural(self.schedule.num_stages, 'stage')}."
             )
-            fix = "stack at least one block a stage and chunk."
-            raise value_error(problem, fix=fix)
+            raise value_error(problem, fix="stack at least one block a stage and chunk.")
         return cut_blocks(self.schedule, num_blocks, self.blocks_per_stage)
 
     def gathers_once(self, config: StrategyConfig) -> bool:

@@ -117,8 +117,7 @@ class AgreedRows:
         batch, error = self.read(batch)
         if isinstance(batch, HostBatch) and batch.claim == "placed":
             return batch.leaves
-        messages = self.exchange(batch, error=error)
-        return self.joined(batch, messages, whole=True)
+        return self.joined(batch, self.exchange(batch, error=error), whole=True)
 
     def join_all(self, batches: Iterable[PyTree]) -> Iterator[PyTree]:
         """Yield global batches until the batches of all processes have ended.

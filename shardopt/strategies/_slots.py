@@ -56,8 +56,7 @@ def _wire(config: StrategyConfig) -> Wire:
         wire: WireOptions, plan: LeafPlan, rounding: Rounding | None = None
     ) -> LeafWire:
         # None for a weight that the model does not name, or that stays whole: it travels as it is.
-        form = wire_form(plan.dim, plan.tensor, rounding)
-        return leaf_wire(wire, plan)._replace(form=form)
+        return leaf_wire(wire, plan)._replace(form=wire_form(plan.dim, plan.tensor, rounding))
 
     return rounded_wire
 

@@ -56,7 +56,7 @@ class Walk(Generic[V]):
         def bind(variables: Iterable[Sequence[Var]], values: Iterable[V]) -> None:
             known.update(zip(_side_by_side(variables), values, strict=True))
 
-        constants = _side_by_side(constants_of(jaxpr) for jaxpr in jaxprs)
+        constants = _side_by_side(map(constants_of, jaxprs))
         bind((x.constvars for x in opened), map(self.constant, constants))
         bind((x.invars for x in opened), operands)
         read = functools.partial(self.read, known)

@@ -67,8 +67,7 @@ def as_loggers(log: Log | Sequence[Log] | None) -> tuple[Log, ...]:
     not_callable = [type(logger).__name__ for logger in loggers if not callable(logger)]
     if not_callable:
         problem = f"log must be callables (step, metrics) -> None, got {', '.join(not_callable)}."
-        fix = "pass so.training.jsonl(path) or a function of your own."
-        raise type_error(problem, fix=fix)
+        raise type_error(problem, fix="pass so.training.jsonl(path) or a function of your own.")
     return tuple(logger for logger in loggers if callable(logger))
 
 

@@ -134,16 +134,14 @@ def replace(
         state = set_hyperparams(state, hyperparams)
     if isinstance(params, str):
         if params != _AVERAGE:
-            problem = f"params must be a tree of values or 'average', got {params!r:.80}."
-            raise value_error(problem)
+            raise value_error(f"params must be a tree of values or 'average', got {params!r:.80}.")
         state = average_of(state)
     elif params is not None:
         state = _set_params(state, params)
     if step is not None:
         check_count("step", step, minimum=0)
         if step >= LAST_STEP:
-            problem = f"step must be below {LAST_STEP:,}, the last int32, got {step:,}."
-            raise value_error(problem)
+            raise value_error(f"step must be below {LAST_STEP:,}, the last int32, got {step:,}.")
         new_step = np.asarray(step, np.int32)
         if isinstance(state.step, jax.Array):
             new_step = jax.device_put(new_step, state.step.sharding)
@@ -165,8 +163,7 @@ def _set_opt_state(state: TrainState, opt_state: PyTree) -> TrainState:
         problem = (
             "the replicas of local_sgd and diloco keep an optimizer state each, and one was passed."
         )
-        fix = "leave opt_state out: each replica goes on with its own."
-        raise value_error(problem, fix=fix)
+        raise value_error(problem, fix="leave opt_state out: each replica goes on with its own.")
     compressed = isinstance(state.opt_state, CompressedOptState)
     old_opt_state = state.opt_state.optimizer if compressed else state.opt_state
     new_opt_state = _place(_match_structure(opt_state, old_opt_state), old_opt_state)

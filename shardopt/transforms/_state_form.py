@@ -30,7 +30,7 @@ def check_mesh(mesh: Mesh, axis_name: str) -> None:
 
 def number_of_device(axis_name: AxisName) -> DeviceNumber:
     """Return the number of this device along the axis; -1 where the axis is not bound."""
-    if all(is_bound(name) for name in axis_names(axis_name)):
+    if all(map(is_bound, axis_names(axis_name))):
         return DeviceNumber(jax.lax.axis_index(axis_name).astype(jnp.int32))
     return DeviceNumber(jnp.array(-1, jnp.int32))
 
@@ -76,12 +76,11 @@ def check_form(state: PyTree, expected: PyTree) -> None:
         if jnp.shape(leaf) != like.shape
     ]
     if wrong:
-        problem = "the state is not in the form of one device."
         fix = (
             "between steps it is stacked [N, ...]: wrap the chain in so.transforms.on_mesh, whose"
             " update takes what shard_map hands in; its specs are the in_specs and out_specs."
         )
-        raise value_error(problem, wrong, fix)
+        raise value_error("the state is not in the form of one device.", wrong, fix)
 
 
 def check_structure(old: PyTree, new: PyTree) -> None:

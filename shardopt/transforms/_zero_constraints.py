@@ -84,8 +84,7 @@ class ByConstraints:
             updates, state = self.tx.update(updates, state, params, **extra)
             return _constrain(updates, unsharded, mesh), _constrain(state, state_specs, mesh)
 
-        run_with_auto_axes = _with_auto_axes(run, mesh, (unsharded, state_specs))
-        return run_with_auto_axes(updates, state, params, extra)
+        return _with_auto_axes(run, mesh, (unsharded, state_specs))(updates, state, params, extra)
 
     def mesh(self) -> Mesh | AbstractMesh | None:
         """Return the mesh with the axis, if there is one."""

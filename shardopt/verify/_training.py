@@ -177,8 +177,7 @@ def training_rows(table: tuple[Training, ...]) -> list[Row]:
 def same_training_rows() -> list[Row]:
     """Return the row that compares the bits of training on all devices and on one."""
     training = Training("fsdp", {}, "adamw")
-    measure = functools.partial(measure_bits, training)
-    return [Row("same bits", f"training: {training}", measure)]
+    return [Row("same bits", f"training: {training}", functools.partial(measure_bits, training))]
 
 
 def measure_bits(training: Training, devices: Devices) -> Measurement:

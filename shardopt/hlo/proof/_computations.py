@@ -381,7 +381,7 @@ class Derivation:
         if not value.parts:
             return rule(value)
         dim = along(value)
-        parts = tuple(rule(part) for part in value.parts)
+        parts = tuple(map(rule, value.parts))
         return DerivedValue(replaced(parts[0].shape, dim, value.shape[dim]), parts=parts)
 
     def _tuple_all_to_all(self, line: Line, operands: Sequence[DerivedValue]) -> Result:

@@ -92,7 +92,7 @@ def evaluate(line: Line, values: Sequence[DerivedValue]) -> np.ndarray | None:
     if not values or line.opcode not in EVALUATED or any(value.data is None for value in values):
         return None
     arrays = [value.data.array for value in values if value.data is not None]
-    rows = max(len(array) for array in arrays)
+    rows = max(map(len, arrays))
     if dtype_of(line.shape) not in INTEGERS or rows * math.prod(line.dims) > LIMIT:
         return None
     arrays = [np.broadcast_to(array, (rows, *array.shape[1:])) for array in arrays]

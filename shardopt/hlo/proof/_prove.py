@@ -258,8 +258,7 @@ def _derive(
             f"the program has {len(parameters)} parameters, and {len(inputs)} shardings were"
             " passed."
         )
-        fix = "pass one sharding per parameter of the entry computation."
-        raise value_error(problem, fix=fix)
+        raise value_error(problem, fix="pass one sharding per parameter of the entry computation.")
     arguments = tuple(
         sharded(sharding, array_shape(line.shape), devices)
         for line, sharding in zip(parameters, inputs, strict=True)
@@ -272,8 +271,7 @@ def _derive(
     if outputs is None or len(outputs) != len(results):
         count = "none" if outputs is None else str(len(outputs))
         problem = f"the program has {len(results)} results, and {count} shardings were passed."
-        fix = "pass outputs=, one sharding per array of the result."
-        raise value_error(problem, fix=fix)
+        raise value_error(problem, fix="pass outputs=, one sharding per array of the result.")
     faults: set[Fault] = set()
     for index, ((value, shape), sharding) in enumerate(zip(results, outputs, strict=True)):
         faults |= _faults_of_result(
@@ -367,4 +365,4 @@ def _groups_of(hidden: Hidden) -> tuple[tuple[int, ...], ...]:
         members.setdefault(coordinate, []).append(device)
     # one device of each coordinate makes a group
     columns = zip(*members.values(), strict=False)
-    return tuple(tuple(column) for column in columns)
+    return tuple(map(tuple, columns))

@@ -219,7 +219,7 @@ def _bitcast(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     result = reshaped(stored, tuple(shape[dim] for dim in new_order))
     if new_order == tuple(range(len(new_order))):
         return result
-    return transposed(result, tuple(new_order.index(dim) for dim in range(len(new_order))))
+    return transposed(result, tuple(map(new_order.index, range(len(new_order)))))
 
 
 def transposed(value: DerivedValue, permutation: tuple[int, ...]) -> DerivedValue:
