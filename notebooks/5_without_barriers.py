@@ -125,8 +125,8 @@ def draw(log, until):
     _, axes = plt.subplots(figsize=(11, 2.2), layout="constrained")
     unlabelled = dict(DOINGS)
     for worker, doing, start, end in log.timeline():
-        if start >= until:
-            continue
+        if start >= until or end - start < until / 1000:
+            continue  # out of sight, or too short to see
         color = DOINGS[doing][0]
         _, label = unlabelled.pop(doing, ("", None))  # the legend has an entry once
         axes.broken_barh(
