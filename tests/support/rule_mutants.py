@@ -362,6 +362,7 @@ class BenchCase(NamedTuple):
       jaxprs: its traces.
       relations: the answer of the rule.
       functions: the names of the functions that ran.
+      primitives: the names of the primitives in the trace on the whole batch.
     """
 
     primitive: str
@@ -370,6 +371,7 @@ class BenchCase(NamedTuple):
     jaxprs: Sequence[Any]
     relations: list[Relation]
     functions: frozenset[str]
+    primitives: frozenset[str]
 
 
 class Bench:
@@ -436,7 +438,9 @@ class Bench:
         if mutant.function:
             return mutant.function in case.functions
         key = row_mutants()[mutant.number][1]
-        return case.primitive == key if isinstance(key, str) else True
+        if isinstance(key, str):
+            return case.primitive == key
+        return mutant.name[mutant.name.rindex(" ") + 2 :] in case.primitives
 
 
 def _traced(name: str, seed: int) -> BenchCase:
@@ -452,7 +456,8 @@ def _traced(name: str, seed: int) -> BenchCase:
         sys.setprofile(profile)
         relations = meaning.relations_of(case, jaxprs)
         sys.setprofile(None)
-    return BenchCase(name, seed, case, jaxprs, relations, frozenset(called))
+    primitives = frozenset(eqn.primitive.name for eqn in equations(jaxprs[0]))
+    return BenchCase(name, seed, case, jaxprs, relations, frozenset(called), primitives)
 
 
 def _answered(case: BenchCase) -> list[Relation]:

@@ -101,6 +101,40 @@ def custom_vjp(rng: np.random.Generator) -> RuleCase:
     return _trained(rows_or_shared(rng, num_pieces), product, num_pieces)
 
 
+def reordered_cotangents(rng: np.random.Generator) -> RuleCase:
+    """Return a case of rows in two blocks, whose backward rule may put rows in another order."""
+    num_pieces = int(rng.choice([2, 3]))
+    rows = 2 * int(rng.integers(1, 3))
+    blocks = [
+        lambda ct: ct,
+        lambda ct: ct.reshape(2, -1).T.reshape(-1),
+        lambda ct: ct.reshape(-1, 2).T.reshape(-1),
+    ][rng.integers(3)]
+    scaled = jax.custom_vjp(lambda x: 2.0 * x)
+    scaled.defvjp(lambda x: (2.0 * x, None), lambda _, ct: (2.0 * blocks(ct),))
+    operand = Operand(Split(0, int(rng.integers(1, 3))), ((rows * num_pieces,), (rows,)))
+    return _trained([operand], scaled, num_pieces)
+
+
+def equal_entries_for_rows(rng: np.random.Generator) -> RuleCase:
+    """Return a case of a rule for numbers that are repeated as often as there are rows."""
+    num_pieces = int(rng.choice([2, 3]))
+    rows = int(rng.integers(1, 4))
+    factor = [lambda count: 1.0, lambda count: count, lambda count: 1.0 / count][rng.integers(3)]
+    added = jax.custom_vjp(lambda x: x.sum(1))
+    added.defvjp(
+        lambda x: (x.sum(1), x),
+        lambda x, ct: (jnp.broadcast_to(ct[:, None] * factor(x.shape[1]), x.shape),),
+    )
+
+    def run(x: jax.Array) -> jax.Array:
+        return added(jnp.broadcast_to(x[:, None], (x.shape[0], x.shape[0])))
+
+    ratio = [Fraction(1), Fraction(1, num_pieces)][rng.integers(2)]
+    operand = Operand(Split(0, ratio=ratio), ((rows * num_pieces,), (rows,)))
+    return _trained([operand], run, num_pieces)
+
+
 OF_WEIGHTS: list[Callable[..., tuple[Any, Any]]] = [
     lambda w, x, ct: ((ct * x).sum(0), ct * w),
     lambda w, x, ct: ((ct * x).sum(0), ct * w),
@@ -229,6 +263,24 @@ def linear_solve(rng: np.random.Generator) -> RuleCase:
         return lax.custom_linear_solve(lambda x: x @ a, b, solver, transpose_solve=solver)
 
     return RuleCase([matrix, right], (function, function), num_pieces)
+
+
+def scaled_solution(rng: np.random.Generator) -> RuleCase:
+    """Return a case of a division by a number, whose transposed solver may not divide."""
+    num_pieces = int(rng.choice([2, 3]))
+    divisor = Operand([Same(), Same(Fraction(2)), Same(Fraction(2))][rng.integers(3)], ((), ()))
+    right = Operand([Same(), Total(Fraction(1)), Total(Fraction(2))][rng.integers(3)], ((2,), (2,)))
+    divides = bool(rng.random() < 0.5)
+
+    def function(a: jax.Array, b: jax.Array) -> jax.Array:
+        return lax.custom_linear_solve(
+            lambda x: x * a,
+            b,
+            lambda _, b: b / a,
+            transpose_solve=lambda _, ct: ct / a if divides else ct * 0.5,
+        )
+
+    return _trained([divisor, right], function, num_pieces)
 
 
 def solved_rows(rng: np.random.Generator) -> RuleCase:
@@ -415,9 +467,15 @@ CASES: dict[str, list[Callable[[np.random.Generator], RuleCase]]] = {
         numbers_of_positions,
     ],
     "remat2": [functools.partial(called, jax.checkpoint)],
-    "custom_vjp_call": [custom_vjp, custom_vjp_with_symbolic_zeros, weights_and_rows],
+    "custom_vjp_call": [
+        custom_vjp,
+        custom_vjp_with_symbolic_zeros,
+        weights_and_rows,
+        reordered_cotangents,
+        equal_entries_for_rows,
+    ],
     "custom_jvp_call": [custom_jvp],
-    "custom_linear_solve": [linear_solve, solved_rows],
+    "custom_linear_solve": [linear_solve, solved_rows, scaled_solution],
     **_collectives(
         {
             "psum": lambda x: lax.psum(x, AXIS),

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.separability._relations import (
+    Extreme,
     Known,
     Relation,
     Same,
     Split,
+    Total,
     Unrelated,
     is_drawn,
 )
@@ -76,7 +78,8 @@ def shared_key(rng: np.random.Generator) -> RuleCase:
 
     key = Operand(one_key(rng), ((2,), (2,)), BITS)
     functions = function(rows * num_pieces), function(rows)
-    return RuleCase([key], functions, num_pieces, violation=fresh_violation)
+    check = fresh_violation if is_drawn(key.relation) else None
+    return RuleCase([key], functions, num_pieces, violation=check)
 
 
 def keys_of_rows(rng: np.random.Generator) -> RuleCase:
@@ -92,7 +95,12 @@ def keys_of_rows(rng: np.random.Generator) -> RuleCase:
         wrapped = jax.random.wrap_key_data(keys)
         return jax.random.key_data(jax.vmap(lambda key: jax.random.split(key)[1])(wrapped))
 
-    function = [bits, second, lambda keys: bits(keys, ())][rng.integers(3)]
+    function = [
+        bits,
+        second,
+        lambda keys: bits(keys, ()),
+        lambda keys: bits(keys, keys.shape[:1]),
+    ][rng.integers(4)]
     return RuleCase([keys], (function, function), num_pieces)
 
 
@@ -120,11 +128,35 @@ def folded(rng: np.random.Generator) -> RuleCase:
     return RuleCase([key, number], (function, function), num_pieces, violation=check)
 
 
+def folded_and_drawn(rng: np.random.Generator) -> RuleCase:
+    """Return a case of a draw for rows from a key with a number in it, which all pieces share or not."""
+    num_pieces = int(rng.choice([2, 3]))
+    rows = int(rng.integers(2, 4))
+    drawn = bool(rng.random() < 0.5)
+
+    def function(rows: int) -> Callable[[jax.Array], jax.Array]:
+        return lambda key: jax.random.bits(
+            jax.random.fold_in(jax.random.wrap_key_data(key), 1), (rows, FEATURES)
+        )
+
+    keys = frozenset([(("key", 0),)]) if drawn else frozenset()
+    key = Operand(Same(drawn=drawn, keys=keys), ((2,), (2,)), BITS)
+    check = fresh_violation if drawn else None
+    functions = function(rows * num_pieces), function(rows)
+    return RuleCase([key], functions, num_pieces, violation=check)
+
+
 def seeded(rng: np.random.Generator) -> RuleCase:
     """Return a case of seeds."""
     num_pieces = int(rng.choice([2, 3]))
     rows = int(rng.integers(1, 4))
-    relation = [Split(0), Split(0, ratio=Fraction(2)), Split(0, drawn=True)][rng.integers(3)]
+    relation = [
+        Split(0),
+        Split(0, ratio=Fraction(2)),
+        Split(0, drawn=True),
+        Total(Fraction(1)),
+        Extreme("max"),
+    ][rng.integers(5)]
     seeds = Operand(relation, ((rows * num_pieces,), (rows,)), np.int32)
 
     def function(seeds: jax.Array) -> jax.Array:
@@ -237,6 +269,6 @@ CASES = {
     "random_split": [shared_key, two_draws],
     "random_wrap": [keys_of_rows],
     "random_unwrap": [folded],
-    "random_fold_in": [folded],
+    "random_fold_in": [folded_and_drawn, folded],
     "random_seed": [seeded],
 }

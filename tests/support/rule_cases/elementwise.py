@@ -92,6 +92,22 @@ def counted(rng: np.random.Generator) -> RuleCase:
     return RuleCase([Operand(Same(), ((), ()))], functions, num_pieces)
 
 
+def divided_numbers(function: Callable[..., Any], rng: np.random.Generator) -> RuleCase:
+    """Return a case of a quotient or a remainder of integers that the trace knows.
+
+    Those of a piece may be a little smaller.
+    """
+    dtype = np.dtype(rng.choice(["int8", "int32", "int64"]))
+    number, divisor = rng.choice([-7, -4, -3, 4, 7]), rng.choice([-2, 2, 3])
+    numbers = number, number - int(rng.integers(2))
+
+    def of(number: int) -> Callable[[jax.Array], jax.Array]:
+        quotient = functools.partial(function, np.asarray(number, dtype))
+        return lambda x: x + quotient(jnp.asarray(divisor, dtype))
+
+    return RuleCase([Operand(Same(), ((), ()))], (of(numbers[0]), of(numbers[1])), 2)
+
+
 def of_platform(x: jax.Array) -> jax.Array:
     """Return another function of a value on each platform."""
     return lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
@@ -158,6 +174,8 @@ CASES = {
     **_rows({"debug_callback": with_callback, "debug_print": printed, "platform_index": of_platform}, 1, ("float64", "float32")),
     "iota": [counted],
 }  # fmt: skip
+for name in ("div", "rem"):
+    CASES[name].append(functools.partial(divided_numbers, getattr(lax, name)))
 if hasattr(lax, "log2_p"):  # jax 0.12
     CASES |= _rows({"log2": lax.log2, "one_minus_square": lax.one_minus_square}, 1, FLOATS)
 if hasattr(lax, "polynomial"):  # jax 0.12.0.1

@@ -265,6 +265,37 @@ def entries_of_rows(function: str, rng: np.random.Generator) -> RuleCase:
     return RuleCase([entries, labels, updates], (run, run), num_pieces)
 
 
+def entries_of_paired_rows(rng: np.random.Generator) -> RuleCase:
+    """Return a case of entries of rows, by indices of these rows or of rows in another order."""
+    num_pieces = draw_pieces(rng)
+    rows = 2 * int(rng.integers(1, 3))
+    sizes: Shapes = (rows * num_pieces, 3), (rows, 3)
+    x, labels = (
+        Operand([Split(0), Split(0, 2), Same()][kind], sizes, dtype, numbers)
+        for kind, dtype, numbers in zip(
+            rng.integers(0, 3, 2), (np.float64, np.uint32), (None, indices_below(3)), strict=True
+        )
+    )
+
+    def run(x, labels):
+        return jax.vmap(lambda row, places: row[places])(x, labels)
+
+    return RuleCase([x, labels], (run, run), num_pieces)
+
+
+def drawn_entries(rng: np.random.Generator) -> RuleCase:
+    """Return a case of entries of a table that all share. One of their two indices is drawn."""
+    table = Operand(Same(), ((8, 8), (8, 8)))
+    columns = Columns((Same(drawn=True), Same()))
+    indices = Operand(columns, ((4, 2), (4, 2)), np.int32, indices_below(8))
+    numbers = lax.GatherDimensionNumbers((), (0, 1), (0, 1))
+
+    def run(table, indices):
+        return lax.gather(table, indices, numbers, (1, 1))
+
+    return RuleCase([table, indices], (run, run), draw_pieces(rng))
+
+
 def applied(rng: np.random.Generator) -> RuleCase:
     """Return a case of a scatter that applies a function to entries."""
     function = [jnp.sin, lambda x: x + 1, lambda x: 0 * x][rng.integers(3)]
@@ -309,10 +340,12 @@ def _slice_case(rng: np.random.Generator, updates: bool) -> RuleCase:
 
 CASES = {
     "gather": [
+        drawn_entries,
         gathered,
         rows_of_table,
         slices_of_rows,
         functools.partial(entries_of_rows, "gather"),
+        entries_of_paired_rows,
     ],
     "scatter": [
         functools.partial(scattered, lax.scatter),

@@ -1,6 +1,7 @@
 """Cases of `scan`, `while` and `cond`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -8,8 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardopt.separability._relations import Known, Same, Shapes, Split, Total
+from shardopt.separability._relations import (
+    Known,
+    Relation,
+    Same,
+    Shapes,
+    Split,
+    Total,
+    Unrelated,
+)
 from support.relation_meaning import (
+    AXIS,
     Operand,
     RuleCase,
     draw_operands,
@@ -223,8 +233,33 @@ def cond(rng: np.random.Generator) -> RuleCase:
     return RuleCase([index, *operands], (run, run), num_pieces)
 
 
+def cond_that_devices_do_not_share(rng: np.random.Generator) -> RuleCase:
+    """Return a case of a collective in a branch. A branch that is drawn is another on each device,
+    so the collective would wait for ever.
+    """
+    num_pieces = int(rng.choice([2, 3]))
+    drawn = bool(rng.random() < 0.5)
+    index = Operand(Same(drawn=drawn), ((), ()), np.int32, indices_below(2))
+
+    def run(index: jax.Array, x: jax.Array) -> Any:
+        return lax.switch(index, [lambda x: lax.psum(x, AXIS), lambda x: lax.psum(x, AXIS) * 2], x)
+
+    def waits(relations: Sequence[Relation], *_: Any) -> str | None:
+        known = any(not isinstance(relation, Unrelated) for relation in relations)
+        return "a collective in a drawn branch" if drawn and known else None
+
+    return RuleCase(
+        [index, Operand(Total(Fraction(1)), ((), ()))],
+        (run, run),
+        num_pieces,
+        {"row_axes": (AXIS,)},
+        axis=True,
+        joint_violation=waits,
+    )
+
+
 CASES = {
     "scan": [scan, scan_over_rows, counted_turns],
     "while": [while_loop, while_loop_of_rows],
-    "cond": [cond],
+    "cond": [cond, cond_that_devices_do_not_share],
 }
