@@ -148,23 +148,38 @@ def check_answer(
         _check_over_other_axis(case, rng, jaxprs, relations)
         return
     has_draws = any(is_drawn(operand.relation) for operand in case.operands)
+    trains = bool(case.settings.get("training"))
+    forward_jaxprs = [list(jaxprs)]
+    if trains:
+        forward_jaxprs.append([_forward(case, *pair) for pair in enumerate(jaxprs)])
     for equal_draws in [True] * draws + [False] * has_draws:
         pairs = [
             _draw_operand(rng, operand, case.num_pieces, equal_draws) for operand in case.operands
         ]
-        (whole_results,) = _run(case, jaxprs[0], [[whole_value] for whole_value, _ in pairs])
-        piece_results = _run(case, jaxprs[1], [pieces for _, pieces in pairs])
-        if case.joint_violation:
-            problem = case.joint_violation(relations, whole_results, piece_results)
-            assert problem is None, _message(case, jaxprs, relations, 0, problem, pairs)
-        for k, relation in enumerate(relations):
-            if not equal_draws and is_drawn(relation):
-                continue
-            pieces = [results[k] for results in piece_results]
-            problem = (case.violation or violation)(relation, whole_results[k], pieces)
-            assert problem is None, _message(case, jaxprs, relations, k, problem, pairs)
-        if case.settings.get("training") and equal_draws:
+        for whole_jaxpr, piece_jaxpr in forward_jaxprs:
+            (whole_results,) = _run(case, whole_jaxpr, [[whole_value] for whole_value, _ in pairs])
+            piece_results = _run(case, piece_jaxpr, [pieces for _, pieces in pairs])
+            if case.joint_violation:
+                problem = case.joint_violation(relations, whole_results, piece_results)
+                assert problem is None, _message(case, jaxprs, relations, 0, problem, pairs)
+            for k, relation in enumerate(relations):
+                if not equal_draws and is_drawn(relation):
+                    continue
+                pieces = [results[k] for results in piece_results]
+                problem = (case.violation or violation)(relation, whole_results[k], pieces)
+                assert problem is None, _message(case, jaxprs, relations, k, problem, pairs)
+        if trains and equal_draws:
             _check_gradients(case, rng, jaxprs, relations, pairs)
+
+
+def _forward(case: RuleCase, i: int, jaxpr: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """Return the trace of the results as the forward pass of training computes them."""
+    function = jex.jaxpr_as_fun(jaxpr)
+    operands = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.in_avals]
+    forward = jax.make_jaxpr(
+        lambda *operands: jax.vjp(function, *operands)[0], axis_env=_axis_env(case, i)
+    )
+    return forward(*operands)
 
 
 def _check_over_other_axis(
@@ -201,10 +216,14 @@ def traces(case: RuleCase) -> list[jex.ClosedJaxpr]:
     jaxprs = []
     for i, function in enumerate(case.functions):
         operands = [jax.ShapeDtypeStruct(x.shapes[i], x.dtype) for x in case.operands]
-        sizes = [(AXIS, (1, case.num_pieces)[i])] if case.axis else []
-        sizes += [(OTHER_AXIS, OTHER_DEVICES)] if case.other_axis else []
-        jaxprs.append(jax.make_jaxpr(function, axis_env=sizes)(*operands))
+        jaxprs.append(jax.make_jaxpr(function, axis_env=_axis_env(case, i))(*operands))
     return jaxprs
+
+
+def _axis_env(case: RuleCase, i: int) -> list[tuple[str, int]]:
+    """Return the mesh axes of the trace on the whole batch (0) or on a piece (1)."""
+    sizes = [(AXIS, (1, case.num_pieces)[i])] if case.axis else []
+    return sizes + ([(OTHER_AXIS, OTHER_DEVICES)] if case.other_axis else [])
 
 
 def primitives_of(case: RuleCase) -> set[str]:

@@ -50,7 +50,7 @@ CHUNK = 25
 FEW = 16
 MANY = 400
 MOST_CASES = 3000
-MOST_CHECKS = 8
+MOST_CHECKS = 30
 DRAWS = 4
 """The number of cases that run before their answers are checked. The number of seeds of the cases
 that show which rules a mutant belongs to, and the number of seeds of these rules, as in the slow

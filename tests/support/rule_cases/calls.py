@@ -116,6 +116,23 @@ def reordered_cotangents(rng: np.random.Generator) -> RuleCase:
     return _trained([operand], scaled, num_pieces)
 
 
+def drawn_by_a_rule(rng: np.random.Generator) -> RuleCase:
+    """Return a case of two results, into which the forward rule may put a number that is drawn."""
+    num_pieces = int(rng.choice([2, 3]))
+    rows = int(rng.integers(1, 4))
+    draws = rng.random(2) < 0.5
+    copies = jax.custom_vjp(lambda x, u: (x, 2.0 * x))
+    copies.defvjp(
+        lambda x, u: ((x + u if draws[0] else x, 2.0 * x + u if draws[1] else 2.0 * x), u),
+        lambda u, cts: (cts[0] + 2.0 * cts[1], jnp.zeros_like(u)),
+    )
+    operands = [
+        Operand(Split(0), ((rows * num_pieces,), (rows,))),
+        Operand(Same(drawn=True), ((), ())),
+    ]
+    return _trained(operands, copies, num_pieces)
+
+
 def equal_entries_for_rows(rng: np.random.Generator) -> RuleCase:
     """Return a case of a rule for numbers that are repeated as often as there are rows."""
     num_pieces = int(rng.choice([2, 3]))
@@ -472,6 +489,7 @@ CASES: dict[str, list[Callable[[np.random.Generator], RuleCase]]] = {
         custom_vjp_with_symbolic_zeros,
         weights_and_rows,
         reordered_cotangents,
+        drawn_by_a_rule,
         equal_entries_for_rows,
     ],
     "custom_jvp_call": [custom_jvp],

@@ -4,6 +4,8 @@ Operands are the bits of keys. Rows of a fresh draw have numbers of their own. T
 two rows of the whole or of the pieces have the same numbers.
 """
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
@@ -174,6 +176,9 @@ MADE: list[Callable[[jax.Array], jax.Array]] = [
     lambda key: jax.random.fold_in(key, 0),
     lambda key: jax.random.fold_in(key, 1),
     lambda key: jax.random.fold_in(key, jax.random.bits(jax.random.key(3)) % 2),
+    lambda key: jax.random.wrap_key_data(
+        jax.random.key_data(key).astype(np.int32).astype(np.uint32)  # hidden in other numbers
+    ),
 ]
 """Ways to make a key of another one."""
 
@@ -251,6 +256,67 @@ def draws_in_turns(rng: np.random.Generator) -> RuleCase:
     return _of_keys(function, rows, num_pieces)
 
 
+def keys_of_rows_in_turns(rng: np.random.Generator) -> RuleCase:
+    """Return a case of keys of rows in turns, of which others are made, and of a key that a carry
+    passes on.
+    """
+    num_pieces = int(rng.choice([2, 3]))
+    rows = int(rng.integers(2, 4))
+    own, other, passed_on, used = (_makers(rng) for _ in range(4))
+    if rng.random() < 0.4:  # the next turn has the key of the first row
+        own, other, passed_on, used = MADE[0], MADE[1], MADE[1], MADE[0]
+
+    def function(rows: int) -> Callable[[jax.Array], Any]:
+        def turn(key: jax.Array, _: Any) -> Any:
+            keys = jax.random.split(used(key), rows)
+            both = jax.vmap(own)(keys), jax.vmap(other)(keys)
+            draws = [jax.vmap(jax.random.bits)(keys) for keys in both]
+            return passed_on(key), (*draws, *map(jax.random.key_data, both))
+
+        def run(key_bits: jax.Array) -> Any:
+            return jax.lax.scan(turn, jax.random.wrap_key_data(key_bits), length=3)[1]
+
+        return run
+
+    def some_equal(relations: Sequence[Relation], whole_results: Any, pieces: Any) -> str | None:
+        if any(isinstance(relation, Unrelated) for relation in relations):
+            return None
+        for results in (whole_results, *pieces):
+            lists = np.concatenate(results[2:])  # [draws and turns, rows, 2]
+            for keys, others in itertools.product(lists, lists):
+                equal = (keys[:, None] == others[None]).all(-1)
+                if equal.any() and not np.array_equal(equal, np.eye(len(equal))):
+                    return "a key of a row is one of other rows, or of some rows only"
+        return None
+
+    case = _of_keys(function, rows, num_pieces)
+    return dataclasses.replace(case, joint_violation=some_equal)
+
+
+def bits_of_keys(rng: np.random.Generator) -> RuleCase:
+    """Return a case of bits of keys of rows, in which those of another key may be found."""
+    num_pieces = int(rng.choice([2, 3]))
+    rows = int(rng.integers(2, 4))
+    maker = _makers(rng)
+
+    def function(rows: int) -> Callable[[jax.Array], jax.Array]:
+        def run(key_bits: jax.Array) -> jax.Array:
+            key = jax.random.wrap_key_data(key_bits)
+            other = jax.random.key_data(maker(key))
+            return jax.random.key_data(jax.random.split(key, rows)) ^ other
+
+        return run
+
+    def found(relations: Sequence[Relation], whole_results: Any, pieces: Any) -> str | None:
+        if isinstance(relations[0], Unrelated):
+            return None
+        equal = any((results[0] == 0).all(-1).any() for results in (whole_results, *pieces))
+        return "the bits of a row's key are those of another key" if equal else None
+
+    case = _of_keys(function, rows, num_pieces)
+    return dataclasses.replace(case, joint_violation=found)
+
+
 def _of_keys(
     function: Callable[[int], Callable[[jax.Array], Any]], rows: int, num_pieces: int
 ) -> RuleCase:
@@ -266,7 +332,7 @@ def _of_keys(
 
 CASES = {
     "random_bits": [shared_key, keys_of_rows, two_draws, draws_in_turns],
-    "random_split": [shared_key, two_draws],
+    "random_split": [keys_of_rows_in_turns, bits_of_keys, shared_key, two_draws],
     "random_wrap": [keys_of_rows],
     "random_unwrap": [folded],
     "random_fold_in": [folded_and_drawn, folded],
