@@ -69,7 +69,7 @@ def heads_of_the_neighbour(patch):
     break_function(
         patch,
         attention.attend,
-        lambda blocks, q, k, v, *arguments: right(blocks, q, k[:, :, ::-1], v, *arguments),
+        lambda ring, heads: right(ring, heads._replace(key=heads.key[:, :, ::-1])),
     )
 
 
