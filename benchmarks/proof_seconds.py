@@ -12,23 +12,27 @@ import argparse
 import statistics
 import sys
 import time
+import warnings
 
 from common import fake_devices, write_json
 
 fake_devices(8)
 
+import diffrax
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from separability_cost import MODELS
 
 import shardopt as so
 from shardopt.losses import _global_view, _obstacle
 from shardopt.losses._separable import find_mixing
+from shardopt.models import gpt
 
 CLAIM = 0.05
 SECONDS = 0.05
+ROWS = 16
 spent: list[float] = []
 
 
@@ -42,7 +46,87 @@ def readme():
     return loss_fn, {"w": jnp.ones((64, 32))}, batch
 
 
-LOSSES = {"readme": readme} | {name: MODELS[name] for name in ("gpt 64 x 2", "gpt 256 x 8")}
+def normal(*shape):
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def mlp():
+    """Vectors through six square layers."""
+    params = [normal(256, 256) / 16 for _ in range(6)]
+
+    def loss_fn(params, batch):
+        x = batch["x"]
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    return loss_fn, params, {"x": normal(ROWS, 256), "y": normal(ROWS, 256)}
+
+
+def of_gpt(dim, num_layers, length):
+    """The GPT of `shardopt.models`, a scan over its blocks."""
+    config = gpt.config(dim=dim, num_layers=num_layers, max_length=length)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, length + 1), np.int32)
+    return (
+        gpt.model(config),
+        jax.device_get(gpt.init(config, jax.random.key(0))),
+        {"tokens": tokens},
+    )
+
+
+def ode():
+    """A neural ODE of diffrax: adaptive steps, each row in as many as it needs."""
+    field = eqx.nn.MLP(2, 2, 32, 2, activation=jnp.tanh, key=jax.random.key(0))
+    params, static = eqx.partition(field, eqx.is_inexact_array)
+
+    def solve(field, start):
+        control = diffrax.PIDController(rtol=1e-3, atol=1e-3)
+        term = diffrax.ODETerm(lambda t, y, args: field(y))
+        return diffrax.diffeqsolve(
+            term,
+            diffrax.Tsit5(),
+            t0=0.0,
+            t1=1.0,
+            dt0=0.1,
+            y0=start,
+            stepsize_controller=control,
+            max_steps=64,
+        ).ys[0]
+
+    def loss_fn(params, batch):
+        field = eqx.combine(params, static)
+        return jnp.mean((jax.vmap(lambda start: solve(field, start))(batch["x"]) - batch["y"]) ** 2)
+
+    return loss_fn, params, {"x": normal(ROWS, 2), "y": normal(ROWS, 2)}
+
+
+def policy():
+    """A policy gradient with advantages normalised over the batch."""
+    params = {"up": normal(12, 16), "down": normal(16, 4)}
+
+    def loss_fn(params, batch):
+        logits = jnp.tanh(batch["x"] @ params["up"]) @ params["down"]
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["action"][:, None], axis=1)[
+            :, 0
+        ]
+        advantage = (batch["reward"] - batch["reward"].mean()) / (batch["reward"].std() + 1e-8)
+        return -jnp.mean(advantage * chosen)
+
+    return (
+        loss_fn,
+        params,
+        {"x": normal(ROWS, 12), "reward": normal(ROWS), "action": np.arange(ROWS) % 4},
+    )
+
+
+LOSSES = {
+    "readme": readme,
+    "mlp": mlp,
+    "gpt 64 x 2": lambda: of_gpt(64, 2, 32),
+    "gpt 256 x 8": lambda: of_gpt(256, 8, 128),
+    "neural ode": ode,
+    "policy gradient": policy,
+}
 
 
 def timed(*arguments, **options):
@@ -69,6 +153,7 @@ def first_step(name):
 
 
 def main(rounds):
+    warnings.simplefilter("ignore")  # of the global view, which two of them take
     for module in (_global_view, _obstacle):
         module.find_mixing = timed
     first_step("readme")  # what jax does once a process
