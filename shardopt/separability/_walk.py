@@ -209,7 +209,8 @@ def _call(proof: ProofSettings, site: EquationPair, relations: list[Relation]) -
         axis = _looked_up_axis(site)
         if axis is None:
             return unknown_results(site, relations, "traces")
-        return [_take_along_axis(site, relations, axis)]
+        results = [_take_along_axis(site, relations, axis)]
+        return list(draws.follow_keys(proof, site, relations, results))
 
 
 def _looked_up_axis(site: EquationPair) -> int | None:

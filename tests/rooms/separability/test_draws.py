@@ -405,6 +405,16 @@ scaled_by_all_rows.defvjp(
 
 
 @pytest.mark.fast
+def test_words_of_a_key_that_are_looked_up_are_known_on_pieces_of_one_row():
+    def loss(p, b, rng):
+        words = jnp.broadcast_to(jax.random.key_data(jax.random.split(rng)[0]), (rows(b), 2))
+        first = jnp.take_along_axis(words, jnp.zeros((rows(b), 1), int), axis=1, mode="clip")
+        return jnp.mean(jax.random.key_data(jax.random.split(rng, rows(b)))[:, :1] == first)
+
+    assert mixing(loss, pieces=8) is not None
+
+
+@pytest.mark.fast
 def test_a_rule_that_asks_for_all_rows_is_refused():
     def loss(p, b):
         return scaled_by_all_rows(p["w"][0], b["x"][:, 0])
