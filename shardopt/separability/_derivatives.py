@@ -33,14 +33,16 @@ from shardopt.separability._relations import (
 )
 from shardopt.trace._parts import abstract_value
 
-SCALE = Fraction(-7390851332151607, 10**16)
-"""An arbitrary factor s between the derivative of the whole batch's loss and the
+SCALE = Fraction(7390851332151607, 10**16)
+"""An arbitrary positive factor s between the derivative of the whole batch's loss and the
 derivative of a piece's loss.
 
 A strategy scales the loss of a piece: by the number of pieces, or by a weight that only all pieces
-together know, which may be negative. It corrects the gradient afterwards. This is right only if rules
-scale with the cotangents, as derivatives do. Rules that add to the cotangents, clip them or take
-their sign cannot give back this factor: it follows from no size in a program. """
+together know. It corrects the gradient afterwards. This is right only if rules scale with the
+cotangents, as derivatives do. Rules that add to the cotangents, clip them or take their sign cannot
+give back this factor: it follows from no size in a program. It is positive, because 8-bit products
+divide a gradient by its largest magnitude. Weights that add up to less than 0 are outside the claim.
+"""
 
 ROWS_OF_A_RULE = RowContext(
     (),

@@ -204,13 +204,11 @@ def _result_ratio(
         return ratios[0] * ratios[1]
     if site.name == "div" and np.issubdtype(site.dtype, np.inexact):
         return ratios[0] / ratios[1]
-    if _is_linear(site):
-        return ratios[0]
     # 8-bit products take the largest magnitude of a gradient
-    if site.name == "abs":
-        return abs(ratios[0])
+    if _is_linear(site) or site.name == "abs":
+        return ratios[0]
     # finite up to overflow, which rounding does not promise; a multiple has the sign of the number
-    compares = site.name in ("eq", "ne", "lt", "le", "gt", "ge") and ratios[0] > 0
+    compares = site.name in ("eq", "ne", "lt", "le", "gt", "ge")
     if site.name == "is_finite" or (compares and zeros[1]):
         return Fraction(1)
     if site.name == SELECT and ratios[0] == 1:

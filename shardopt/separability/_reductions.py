@@ -61,8 +61,6 @@ def reduce_extreme(site: EquationPair, relations: Sequence[Relation]) -> list[Re
     if isinstance(relation, Total | Extreme):
         return [not_linear(site, relation)]
     assert isinstance(relation, Same | Split)
-    if relation.ratio < 0:
-        return [site.unknown("count")]
     if isinstance(relation, Split) and relation.dim in dims:
         return [
             (

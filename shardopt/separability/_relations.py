@@ -4,7 +4,7 @@ proof.
 A loss is traced twice: on the whole batch (the whole trace), and on one of n equal pieces of it
 (the piece trace). Both traces have the same equations, with other sizes. A variable has the value W
 in the whole trace, and P_i in the trace of piece i. A relation says how W follows from P_0, ...,
-P_{n-1}, for all parameters and all rows. Ratios are exact fractions:
+P_{n-1}, for all parameters and all rows. Ratios are exact fractions above 0:
 
     Same(r)       W = r P_i for every i
     Split(d, k)   W = r concat(P_0, ..., P_{n-1}) along dim d (k times, for each of k blocks)

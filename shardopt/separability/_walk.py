@@ -290,7 +290,7 @@ def _row_maximum(site: EquationPair, relations: Sequence[Relation]) -> Relation:
     if is_drawn(operand):  # devices draw other numbers, and all would see their maximum
         return site.unknown("drawn")
     if isinstance(operand, Same | Split) and not differing_dims(site.result_shapes()):
-        return Same(abs(operand.ratio))
+        return Same(operand.ratio)
     return site.unknown("mixes")
 
 

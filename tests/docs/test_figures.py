@@ -618,14 +618,14 @@ def test_the_page_on_nans_has_the_times_of_find_nan():
 
 def test_the_table_of_how_cost_grows_has_the_ratios():
     record = results("growth")
-    whole = {f"first step, {name}": row for name, row in record["first"].items()}
-    whole |= {f"trace and lowering, {name}": row for name, row in record["lower"].items()}
+    measured = {f"first step, {name}": row for name, row in record["first"].items()}
+    measured |= {f"trace and lowering, {name}": row for name, row in record["lower"].items()}
     for label, ddp, fsdp, _ in rows("benchmarks.md", "what | ddp | fsdp")[:7]:
         kind, name = label.split(", ")
-        ratios = [whole[f"{kind}, {strategy}, {name}"]["ratio"] for strategy in ("ddp", "fsdp")]
+        ratios = [measured[f"{kind}, {strategy}, {name}"]["ratio"] for strategy in ("ddp", "fsdp")]
         assert [ddp, fsdp] == [f"{ratio:.2f}" for ratio in ratios]
-    others = [row[2] for row in rows("benchmarks.md", "what | ddp | fsdp")[7:]]
+    stated = [row[2] for row in rows("benchmarks.md", "what | ddp | fsdp")[7:]]
     ratios = [*record["init"].values(), record["restore"]["processor"]]
-    assert others == [f"{row['ratio']:.2f}" for row in ratios]
+    assert stated == [f"{row['ratio']:.2f}" for row in ratios]
     first, second = record["report"]["5000"]
     assert f"takes {first:.2f} s, then {second:.2f} s" in page("benchmarks.md")

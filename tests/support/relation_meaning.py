@@ -54,10 +54,8 @@ AXIS = "data"
 OTHER_AXIS = "model"
 OTHER_DEVICES = 2
 """A mesh axis that divides the work of every piece in the same way, and its size."""
-SCALE = -0.5
-"""The derivative of the whole loss is this many times the sum of the derivatives of the pieces. A sum
-of weights may be negative.
-"""
+SCALE = 0.5
+"""The derivative of the whole loss is this many times the sum of the derivatives of the pieces."""
 ROUNDINGS = 64
 """The number of roundings that two sums of the same terms may differ by."""
 

@@ -153,8 +153,8 @@ def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp
         (
             "--strategy hybrid --schedule interleaved --layers 4 --micro-batches 3 --batch-size 12",
             (
-                "interleaved: with 2 chunks per stage, micro-batches must be a multiple of the 2"
-                " stages, got 3.\nFix: use 2 or 4 micro-batches, or num_chunks=1."
+                "train: with 2 chunks per stage, micro-batches must be a multiple of the 2"
+                " stages, got 3.\nFix: use 2 or 4 micro-batches, or another --schedule."
             ),
         ),
         (

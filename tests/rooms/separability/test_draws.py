@@ -191,7 +191,7 @@ def chained(p, b, rng):
 
 
 def list_of_turns(p, b, rng):
-    """A list of a key and of the key that is made of it, each of which gives keys of rows."""
+    """Keys of rows follow from a list: of a key, and of another one that is made of it."""
     keys = jax.lax.scan(lambda key, _: (jax.random.split(key)[0], key), rng, length=2)[1]
     of_rows = jax.vmap(lambda key: jax.random.split(key, rows(b)))(keys)
     return jnp.mean(jax.vmap(of_each_row)(of_rows[0]) * jax.vmap(uniform)(of_rows[1]))

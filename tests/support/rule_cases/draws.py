@@ -257,19 +257,19 @@ def draws_in_turns(rng: np.random.Generator) -> RuleCase:
 
 
 def keys_of_rows_in_turns(rng: np.random.Generator) -> RuleCase:
-    """Return a case of keys of rows in turns, of which others are made, and of a key that a carry
-    passes on.
+    """Return a case of two draws for rows in turns, by keys that are made of keys of rows. A carry passes
+    on a key.
     """
     num_pieces = int(rng.choice([2, 3]))
     rows = int(rng.integers(2, 4))
-    own, other, passed_on, used = (_makers(rng) for _ in range(4))
+    first, second, passed_on, used = (_makers(rng) for _ in range(4))
     if rng.random() < 0.4:  # the next turn has the key of the first row
-        own, other, passed_on, used = MADE[0], MADE[1], MADE[1], MADE[0]
+        first, second, passed_on, used = MADE[0], MADE[1], MADE[1], MADE[0]
 
     def function(rows: int) -> Callable[[jax.Array], Any]:
         def turn(key: jax.Array, _: Any) -> Any:
             keys = jax.random.split(used(key), rows)
-            both = jax.vmap(own)(keys), jax.vmap(other)(keys)
+            both = jax.vmap(first)(keys), jax.vmap(second)(keys)
             draws = [jax.vmap(jax.random.bits)(keys) for keys in both]
             return passed_on(key), (*draws, *map(jax.random.key_data, both))
 
@@ -294,7 +294,7 @@ def keys_of_rows_in_turns(rng: np.random.Generator) -> RuleCase:
 
 
 def bits_of_keys(rng: np.random.Generator) -> RuleCase:
-    """Return a case of bits of keys of rows, in which those of another key may be found."""
+    """Return a case of bits of keys of rows. One of them may have the bits of another key."""
     num_pieces = int(rng.choice([2, 3]))
     rows = int(rng.integers(2, 4))
     maker = _makers(rng)

@@ -95,7 +95,7 @@ def counted(rng: np.random.Generator) -> RuleCase:
 def divided_numbers(function: Callable[..., Any], rng: np.random.Generator) -> RuleCase:
     """Return a case of a quotient or a remainder of integers that the trace knows.
 
-    Those of a piece may be a little smaller.
+    The integers of a piece may be a little smaller.
     """
     dtype = np.dtype(rng.choice(["int8", "int32", "int64"]))
     number, divisor = rng.choice([-7, -4, -3, 4, 7]), rng.choice([-2, 2, 3])
