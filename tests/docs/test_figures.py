@@ -629,3 +629,22 @@ def test_the_table_of_how_cost_grows_has_the_ratios():
     assert stated == [f"{row['ratio']:.2f}" for row in ratios]
     first, second = record["report"]["5000"]
     assert f"takes {first:.2f} s, then {second:.2f} s" in page("benchmarks.md")
+
+
+def test_the_page_on_same_bits_has_the_programs_for_chips():
+    text = " ".join(page("same_bits.md").split())
+    compiled = results("same_bits_on_chips")
+    for size, words in (
+        ("1024 x 4, 512 tokens", "{} (ddp) and {} (fsdp)"),
+        ("256 x 4, 128 tokens", "takes {} and {}"),
+    ):
+        ratios = [
+            f"{compiled[f'{name} on v5p'][f'milliseconds by schedule, {size}']['ratio']:.2f}"
+            for name in ("ddp", "fsdp")
+        ]
+        assert words.format(*ratios) in text
+    equal = [
+        compiled[f"{name} on v5p"][f"{chips} chips"]["other than for one chip"]
+        for name, chips in (("ddp", 2), ("fsdp", 2), ("fsdp", 8))
+    ]
+    assert equal == [[], [], []]
