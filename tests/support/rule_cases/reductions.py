@@ -23,6 +23,23 @@ Axes = tuple[int, ...]
 COMPLEX = ("complex64", "complex128")
 
 
+def sum_of_known_numbers(rng: np.random.Generator) -> RuleCase:
+    """Return a case of a mean of ones, which the trace knows. Numbers of 8 bits stop to grow."""
+    num_pieces = draw_pieces(rng)
+    rows = int(rng.choice([4, 16, 32]))
+    dtype = jnp.dtype(rng.choice(["float8_e4m3fn", "float8_e5m2", "float32"]))
+
+    def function(rows: int) -> Callable[[jax.Array], jax.Array]:
+        def run(x: jax.Array) -> jax.Array:
+            total = lax.reduce_sum(lax.broadcast(np.ones((), dtype), (rows,)), (0,))
+            return x + total.astype(x.dtype) / rows
+
+        return run
+
+    functions = function(rows * num_pieces), function(rows)
+    return RuleCase([Operand(Same(), ((), ()))], functions, num_pieces)
+
+
 def draw_pieces(rng: np.random.Generator) -> int:
     return int(rng.choice([2, 2, 3, 4]))
 
@@ -323,3 +340,4 @@ CASES = {
     "lu_pivots_to_permutation": [functools.partial(decomposed, lambda x: linalg.lu_pivots_to_permutation(linalg.lu(x)[1], 2), numbers=definite)],
     "triangular_solve": [solved],
 }  # fmt: skip
+CASES["reduce_sum"].append(sum_of_known_numbers)
