@@ -26,13 +26,13 @@ COMPLEX = ("complex64", "complex128")
 def sum_of_known_numbers(rng: np.random.Generator) -> RuleCase:
     """Return a case of a mean of ones, which the trace knows. Numbers of 8 bits stop to grow."""
     num_pieces = draw_pieces(rng)
-    rows = int(rng.choice([4, 16, 32]))
+    rows = int(rng.choice([16, 32]))
     dtype = jnp.dtype(rng.choice(["float8_e4m3fn", "float8_e5m2", "float32"]))
 
     def function(rows: int) -> Callable[[jax.Array], jax.Array]:
         def run(x: jax.Array) -> jax.Array:
-            total = lax.reduce_sum(lax.broadcast(np.ones((), dtype), (rows,)), (0,))
-            return x + total.astype(x.dtype) / rows
+            total = lax.reduce_sum(jnp.asarray(np.ones(rows, dtype)), (0,))
+            return x + (total / jnp.asarray(rows, dtype)).astype(x.dtype)
 
         return run
 
