@@ -69,16 +69,16 @@ def called_by(line: Instruction) -> list[str]:
 
 def float_operations(module: Module, computation: str) -> Operations:
     """Return the float instructions of a computation, and of those that it calls."""
-    found: Operations = collections.Counter()
+    operations: Operations = collections.Counter()
     for line in module.computations[computation]:
         for name in called_by(line):
-            found += float_operations(module, name)
+            operations += float_operations(module, name)
         if line.opcode not in MOVES and re.match(r"\(?b?f\d", line.shape):
             shape = re.sub(r"\{[^}]*\}", "", line.shape)  # layout, and the memory that it lies in
             shape = re.sub(r"(?<=[\[,])1,|,1(?=\])", "", shape)
             kept = [f"{k}={v}" for k, v in attributes(line).items() if k not in OF_THE_COMPILER]
-            found[line.opcode, shape, *sorted(kept)] += 1
-    return found
+            operations[line.opcode, shape, *sorted(kept)] += 1
+    return operations
 
 
 def tile_operations(module: Module) -> Operations:

@@ -392,10 +392,10 @@ def _take(
             sources.update(
                 {path: of_field[param] for param, path in paths.items() if param in old.params}
             )
-    first, *others = olds
+    first, *equal_olds = olds
     for field, path in new.numbers.items():
         sources[path] = first.numbers[field]
-        equal[path] = [old.numbers[field] for old in others]
+        equal[path] = [old.numbers[field] for old in equal_olds]
 
 
 def _other_sources(

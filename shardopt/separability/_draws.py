@@ -103,13 +103,14 @@ def follow_keys(
     keys = _keys_of(relations)
     # whether a key may be hidden in other numbers
     hides_key = [is_drawn(relation) and not _keys_of([relation]) for relation in relations]
-    if site.name in DRAWS and hides_key[0]:
+    is_draw = site.name in DRAWS
+    if is_draw and hides_key[0]:
         return unknown_results(site, relations, "reused")
     if relations and isinstance(relations[0], Split) and draws_together(site.whole_eqn):
         return unknown_results(site, relations, "keys")
-    for_rows = site.name in DRAWS and any(isinstance(result, Split) for result in results)
+    for_rows = is_draw and any(isinstance(result, Split) for result in results)
     is_key = [isinstance(result, Same) and _holds_keys(site, i) for i, result in enumerate(results)]
-    is_read = site.name not in DRAWS and not all(is_key)
+    is_read = not is_draw and not all(is_key)
     if site.name == "random_bits" or for_rows or is_read:
         use = tuple(map(id, (*site.callers, site.whole_eqn)))
         proof.key_uses.update({(key, use): for_rows for key in keys})
@@ -125,8 +126,8 @@ def follow_keys(
     followed = []
     for i, result in enumerate(results):
         if isinstance(result, Same):
-            is_known = is_key[i] and (site.name in DRAWS or not any(hides_key))
-            result_keys = keys if is_known else ()
+            keeps_path = is_key[i] and (is_draw or not any(hides_key))
+            result_keys = keys if keeps_path else ()
             if site.name not in KEEPS_KEYS:
                 result_keys = [(*key, _step(site, relations, key, i)) for key in result_keys]
             result = dataclasses.replace(result, keys=frozenset(result_keys))

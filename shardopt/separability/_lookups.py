@@ -202,7 +202,10 @@ def _known_row_indices(
         return None
     position = index_map.index(operand_dim)
     column = columns[position]
-    if not isinstance(column, Known) or (row_dim := _row_dim(site, column)) is None:
+    if not isinstance(column, Known):
+        return None
+    row_dim = _row_dim(site, column)
+    if row_dim is None:
         return None
     return (
         column,

@@ -199,9 +199,8 @@ def _is_defined(name: str, args: Sequence[np.ndarray], dtype: np.dtype) -> bool:
     integers divided by 0, or made of numbers that they cannot hold. And not for the sign of a zero
     that follows from -0.0.
     """
-    if (
-        name == "reduce_sum" and dtype.itemsize == 1
-    ):  # numbers of 8 bits are rounded after each term
+    # sums of numbers of 8 bits are rounded after each term
+    if name == "reduce_sum" and dtype.itemsize == 1:
         return False
     if name in ("max", "min", "clamp", "sign", "reduce_sum"):
         return all(map(is_plain_zero, (arg[arg == 0] for arg in args)))

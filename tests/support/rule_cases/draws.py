@@ -307,14 +307,14 @@ def bits_of_keys(rng: np.random.Generator) -> RuleCase:
 
         return run
 
-    def found(relations: Sequence[Relation], whole_results: Any, pieces: Any) -> str | None:
+    def shows_bits(relations: Sequence[Relation], whole_results: Any, pieces: Any) -> str | None:
         if isinstance(relations[0], Unrelated):
             return None
         equal = any((results[0] == 0).all(-1).any() for results in (whole_results, *pieces))
         return "the bits of a row's key are those of another key" if equal else None
 
     case = _of_keys(function, rows, num_pieces)
-    return dataclasses.replace(case, joint_violation=found)
+    return dataclasses.replace(case, joint_violation=shows_bits)
 
 
 def _of_keys(
