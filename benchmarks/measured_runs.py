@@ -32,6 +32,11 @@ RESULTS = Path(__file__).parent / "results" / "measured_runs.json"
 SEED = 65
 HALVES = ("fit", "test")
 GENERATIONS = ("v5e", "v5p", "v6e", "tpu7x")
+CHOSEN = (76, 77, 78, 79, 63, 67, 59, 73, 36, 31, 38, 39, 16, 15, 14, 17)
+"""The runs that are compiled, four a generation and two of each half. They were chosen before any
+estimate, 73 apart, by what a compile costs: dense models with scanned layers, few flags and chips."""
+THEN = (45, 64, 40, 35, 12, 26)
+"""The runs that come after these, in this order, as far as the time lasts."""
 ASSUMED = 0.7
 """The share for a generation without a fit, as in `step_times/memory_shares.csv`."""
 SHARES = [round(0.3 + 0.01 * step, 2) for step in range(71)]
@@ -92,20 +97,51 @@ def words_of(run: dict[str, Any]) -> list[str]:
         "per_device_batch_size": run["per_device_batch"],
         "max_target_length": run["seq_len"],
     }
+    if run["model"].startswith("maxtext-default-"):
+        sizes = sizes | default_model(run)
+        del sizes["model_name"]
     told = run.get("tuning_params") or {}
+    # a recipe may say another batch than the one that was measured
     words = sizes | {key: value for key, value in told.items() if not _NO_STEP.search(key)}
     cores = 2 if run["chip"] in ("v5p", "tpu7x") else 1
     slices = slices_of(run)
     chips = run["chips"] // slices
-    words |= {
+    words |= sizes | {
         "compile_topology": f"{run['chip']}-{chips * cores}",
         "compile_topology_num_slices": slices,
     }
     return [f"{key}={value}" for key, value in words.items()]
 
 
+def default_model(run: dict[str, Any]) -> dict[str, Any]:
+    """Return the words of a model that has MaxText's defaults of 2023: its shape has no name.
+
+    Its attention is that of the commit which measured it, where the run does not say.
+    """
+    shape = run["shape"]
+    kernel = run["attention"]
+    axes = {
+        name: str(size).split(" ")[0]
+        for name, size in run["mesh"]["axes"].items()  # such as "-1 (default)"
+    }
+    return {
+        "decoder_block": "default",
+        "base_num_decoder_layers": shape["layers"],
+        "base_emb_dim": shape["emb_dim"],
+        "base_num_query_heads": shape["heads"],
+        "base_num_kv_heads": shape["kv_heads"],
+        "head_dim": shape["head_dim"],
+        "base_mlp_dim": shape["ffn_dim"],
+        "vocab_size": shape["vocab"],
+        "mlp_activations": "['relu']",
+        "logits_via_embedding": True,
+        "remat_policy": run["remat"]["policy"],
+        "attention": "dot_product" if kernel.startswith("ambiguous") else kernel,
+    } | axes
+
+
 _NO_STEP = re.compile(
-    "dataset|checkpoint|profiler|^steps$|tokenizer|output_directory|run_name|metrics"
+    "dataset|checkpoint|profiler|^steps$|tokenizer|output_dir|run_name|metrics"
 )
 
 
