@@ -20,6 +20,7 @@ import json
 import os
 import random
 import re
+import resource
 import statistics
 import subprocess
 import tempfile
@@ -39,7 +40,7 @@ THEN = (45, 64, 40, 35, 12, 26)
 """The runs that come after these, in this order, as far as the time lasts."""
 ASSUMED = 0.7
 """The share for a generation without a fit, as in `step_times/memory_shares.csv`."""
-SHARES = [round(0.3 + 0.01 * step, 2) for step in range(71)]
+SHARES = [round(0.3 + 0.05 * step, 2) for step in range(15)]
 """Shares of the HBM bandwidth among which the fit chooses."""
 
 
@@ -140,19 +141,21 @@ def default_model(run: dict[str, Any]) -> dict[str, Any]:
     } | axes
 
 
-_NO_STEP = re.compile(
-    "dataset|checkpoint|profiler|^steps$|tokenizer|output_dir|run_name|metrics"
-)
+_NO_STEP = re.compile("dataset|checkpoint|profiler|^steps$|tokenizer|output_dir|run_name|metrics")
 
 
-def compile_run(run: dict[str, Any], python: str, folder: Path) -> dict[str, Any]:
+def compile_run(run: dict[str, Any], python: str, folder: Path, minutes: float) -> dict[str, Any]:
     """Compile a run by MaxText without the flags that libtpu refuses, and keep its text."""
     flags = {flag.partition("=")[0]: flag for flag in run["flags"]}  # the last of a name counts
     refused = refused_flags(list(flags.values()), run["chip"], python)
     taken = [flag for flag in flags.values() if flag not in refused]
     flag_words = [f"compile_xla_flags={' '.join(taken)}"] if taken else []
-    facts, text = compile_words([*words_of(run), *flag_words], python)
+    facts, text = compile_words([*words_of(run), *flag_words], python, minutes)
     facts |= {"by": "MaxText's own words", "refused_flags": refused}
+    if run["model"].startswith("maxtext-default-"):
+        facts["other_words"] = "words for its sizes" + (
+            ", attention as in its commit" if run["attention"].startswith("ambiguous") else ""
+        )
     stem = folder / str(run["id"])
     stem.with_suffix(".json").write_text(json.dumps(facts))
     if text:
@@ -172,20 +175,44 @@ split = NamedSharding(mesh, PartitionSpec("x"))
 everywhere = NamedSharding(mesh, PartitionSpec())
 x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=split)
 lowered = jax.jit(lambda x: jnp.sin(x @ x), out_shardings=everywhere).lower(x)
-taken = {}
-for flag in sys.argv[2:]:
-    name, _, value = flag.lstrip("-").partition("=")
+
+
+def takes(flags):
+    pairs = (flag.lstrip("-").partition("=") for flag in flags)
     try:
-        lowered.compile(compiler_options=taken | {name: value})
-        taken[name] = value
+        lowered.compile(compiler_options={name: value for name, _, value in pairs})
     except Exception:
-        print("REFUSED", flag)
+        return False
+    return True
+
+
+flags = sys.argv[2:]
+taken = flags if takes(flags) else []
+for flag in flags:
+    if flag not in taken:
+        if takes([*taken, flag]):
+            taken.append(flag)
+        else:
+            print("REFUSED", flag)
 """
-"""Compile a small program with one flag more at a time, and print those that libtpu refuses."""
+"""Compile a small program with all flags, or else with one flag more at a time, and print those that
+libtpu refuses."""
+
+
+REFUSED = {
+    "v6e": (
+        "--xla_enable_async_all_gather=true",  # beside fused all-gathers
+        "--xla_sc_disjoint_spmem=false",
+        "--2a886c8_chip_config_name=megachip_tccontrol",
+    )
+}
+"""Flags that libtpu 0.0.52 was seen to refuse: trying one after the other takes minutes."""
 
 
 def refused_flags(flags: list[str], chip: str, python: str) -> list[str]:
-    """Return the flags that libtpu refuses for a chip."""
+    """Return the flags that libtpu refuses for a chip. Those of `REFUSED` are not tried."""
+    known = [flag for flag in flags if flag in REFUSED.get(chip, ())]
+    flags = [flag for flag in flags if flag not in known]
     topology = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}.get(chip, f"{chip}:2x2x1")
     told = {
         "TPU_SKIP_MDS_QUERY": "1",
@@ -197,13 +224,16 @@ def refused_flags(flags: list[str], chip: str, python: str) -> list[str]:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | told
     command = [python, "-c", _TRY_FLAGS, topology, *flags]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    return [
+    return known + [
         line.split(" ", 1)[1] for line in done.stdout.splitlines() if line.startswith("REFUSED ")
     ]
 
 
-def compile_words(words: list[str], python: str) -> tuple[dict[str, Any], str]:
-    """Compile by MaxText in its own Python. Return what the compiler says, and the text."""
+def compile_words(words: list[str], python: str, minutes: float) -> tuple[dict[str, Any], str]:
+    """Compile by MaxText in its own Python, in at most these minutes of CPU. Return what the compiler
+    says, and the text.
+    """
+    limit = round(minutes * 60)
     script = Path(__file__).with_name("beside_maxtext.py")
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with tempfile.TemporaryDirectory() as folder:
@@ -214,10 +244,13 @@ def compile_words(words: list[str], python: str) -> tuple[dict[str, Any], str]:
             capture_output=True,
             text=True,
             check=False,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (limit, limit)),
         )
         facts_path = Path(folder) / "facts.json"
         if not facts_path.exists():
             lines = (done.stdout + done.stderr).strip().splitlines()
+            if done.returncode < 0:
+                lines = [f"it took more than {minutes:g} minutes of CPU"]
             return {"error": "\n".join(lines[-3:])[:500], "words": words}, ""
         facts = json.loads(facts_path.read_text()) | {"words": words}
         program = Path(folder) / "program.hlo.gz"
@@ -225,14 +258,18 @@ def compile_words(words: list[str], python: str) -> tuple[dict[str, Any], str]:
         return facts, text
 
 
-def estimated_seconds(text: str, mesh: dict[str, int], chip: str, share: float) -> float:
-    """Return the seconds of a compiled program at a share of the HBM bandwidth."""
-    from step_times import step_seconds
+def estimated_seconds(text: str, mesh: dict[str, int], chip: str) -> dict[str, float]:
+    """Return the seconds of a compiled program at each share of the HBM bandwidth."""
+    from step_times._compiled_time import walk_schedule
+
+    from shardopt.hlo._program import read_program
+    from shardopt.planning._hardware import find_hardware
 
     sizes = {axis: size for axis, size in mesh.items() if size > 1}
-    total = step_seconds(text, mesh=sizes, hardware=chip, memory_share=share).total
-    assert total is not None
-    return total
+    program = read_program(text, (), mesh=sizes)  # once, for it takes longer than a walk
+    device = find_hardware(chip).per_device()
+    totals = {str(share): walk_schedule(program, device, share=share).total for share in SHARES}
+    return {share: total for share, total in totals.items() if total is not None}
 
 
 def read_programs(rows: dict[str, Any], folder: Path) -> None:
@@ -246,13 +283,19 @@ def read_programs(rows: dict[str, Any], folder: Path) -> None:
         program = path.with_suffix(".hlo.gz")
         if program.exists():
             text = gzip.decompress(program.read_bytes()).decode()
-            row["estimated_seconds"] = {
-                str(share): estimated_seconds(text, facts["mesh"], row["chip"], share)
-                for share in SHARES
-            }
+            row["estimated_seconds"] = estimated_seconds(text, facts["mesh"], row["chip"])
 
 
-_KEPT = ("by", "words", "refused_flags", "versions", "compile_seconds", "error", "memory")
+_KEPT = (
+    "by",
+    "other_words",
+    "words",
+    "refused_flags",
+    "versions",
+    "compile_seconds",
+    "error",
+    "memory",
+)
 
 
 def relative_error(row: dict[str, Any], share: float) -> float:
@@ -277,6 +320,45 @@ def fitted_shares(rows: dict[str, Any]) -> dict[str, float]:
     return shares
 
 
+def errors(rows: dict[str, Any], shares: dict[str, float]) -> dict[str, dict[str, Any]]:
+    """Return the errors of each generation's halves, and of all: how many, median and worst.
+
+    Of those without sign, at the share of the generation; it is empty where nothing is compiled.
+    """
+    found: dict[str, list[float]] = {}
+    for row in rows.values():
+        if "estimated_seconds" in row and row["chip"] in shares:
+            error = relative_error(row, shares[row["chip"]])
+            for name in (row["chip"], "all"):
+                found.setdefault(f"{name} {row['half']}", []).append(error)
+    return {
+        name: {
+            "runs": len(values),
+            "median": statistics.median(map(abs, values)),
+            "worst": max(values, key=abs),
+        }
+        for name, values in found.items()
+    }
+
+
+def errors_table(results: dict[str, Any]) -> str:
+    """Return a line a generation: e, and the errors of both halves."""
+    lines = [
+        "| chips | e | fit: runs | median | worst | test: runs | median | worst |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for chip in (*GENERATIONS, "all"):
+        cells = [chip, str(results["shares"].get(chip, ""))]
+        for half in HALVES:
+            of_half = results["errors"].get(f"{chip} {half}")
+            cells += ["0", "", ""]
+            if of_half:
+                count, median, worst = of_half["runs"], of_half["median"], of_half["worst"]
+                cells[-3:] = [str(count), f"{median:.1%}", f"{worst:+.1%}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def table(results: dict[str, Any]) -> str:
     """Return a line a run: its half, the measured and the estimated seconds, and the error, at the
     share of its generation, or at `ASSUMED` where nothing is fitted.
@@ -296,7 +378,9 @@ def table(results: dict[str, Any]) -> str:
             cells = [f"{share}{word}", f"{estimate:.3g}", f"{relative_error(row, share):+.1%}"]
         how = compiled.get("by", "not compiled")
         if "error" in compiled:
-            how = "failed"
+            how = f"failed: {compiled['error'].splitlines()[-1][:120]}"
+        if compiled.get("other_words"):
+            how += f"; {compiled['other_words']}"
         if compiled.get("refused_flags"):
             how += f", without {len(compiled['refused_flags'])} flags"
         run = [key, row["name"], f"{row['chips']} x {slices_of(row)}", row["half"]]
@@ -310,10 +394,13 @@ def table(results: dict[str, Any]) -> str:
 
 def main() -> None:
     """Draw, compile, or read what was compiled."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Estimated seconds beside measured ones.")
     parser.add_argument("--runs", type=Path, required=True, help="the measured runs")
     parser.add_argument("--draw", action="store_true", help="write both halves")
     parser.add_argument("--compile", type=int, action="append", default=[], help="ids to compile")
+    parser.add_argument(
+        "--minutes", type=float, default=15.0, help="of CPU that a compile may take"
+    )
     parser.add_argument("--maxtext", help="the Python of an environment with MaxText")
     parser.add_argument(
         "--programs", type=Path, default=Path(tempfile.gettempdir()) / "measured_runs"
@@ -323,16 +410,17 @@ def main() -> None:
     options.programs.mkdir(exist_ok=True)
     for run in runs:
         if run["id"] in options.compile:
-            facts = compile_run(run, options.maxtext, options.programs)
+            facts = compile_run(run, options.maxtext, options.programs, options.minutes)
             print(run["id"], run["name"], facts.get("error", "compiled"), flush=True)
     stored = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}
     rows = drawn_rows(runs)
     if not options.draw:
         rows = {key: stored["runs"].get(key, {}) | row for key, row in rows.items()}
         read_programs(rows, options.programs)
-    results = {"seed": SEED, "shares": fitted_shares(rows), "runs": rows}
+    shares = fitted_shares(rows)
+    results = {"seed": SEED, "shares": shares, "errors": errors(rows, shares), "runs": rows}
     write_json(__file__, results, RESULTS)
-    print(table(results))
+    print(errors_table(results), table(results), sep="\n\n")
 
 
 if __name__ == "__main__":

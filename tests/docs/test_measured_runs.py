@@ -1,6 +1,7 @@
 """`benchmarks/measured_runs.py` without a compiler: the halves, and what is weak about a run."""
 
 import json
+from collections import Counter
 
 import pytest
 from support.paths import ROOT
@@ -56,7 +57,7 @@ def row(half, measured, estimated, chip="v6e", **fields):
     )
 
 
-SHARES = [round(0.3 + 0.01 * step, 2) for step in range(71)]
+SHARES = [round(0.3 + 0.05 * step, 2) for step in range(15)]
 
 
 def test_the_share_is_fitted_on_one_half_alone(script):
@@ -77,7 +78,7 @@ def test_the_table_lists_every_run(script):
     rows = {
         "1": row("fit", 1.0, 1.1, compiled={"by": "MaxText's own words", "refused_flags": ["--a"]}),
         "2": row("test", 1.0, 1.4, chip="v5p", compiled={"by": "MaxText's own words"}),
-        "3": row("test", 2.5, 1.0, mark="derived", compiled={"error": "too large"}),
+        "3": row("test", 2.5, 1.0, mark="derived", compiled={"error": "Error:\ntoo large"}),
         "4": row("test", 2.5, 1.0),
     }
     del rows["3"]["estimated_seconds"], rows["4"]["estimated_seconds"]
@@ -85,15 +86,43 @@ def test_the_table_lists_every_run(script):
     assert lines == [
         "| 1 | a run | 8 x 1 | fit | 1 |  | 0.5 | 1.1 | +10.0% | MaxText's own words, without 1 flags |",
         "| 2 | a run | 8 x 1 | test | 1 |  | 0.7 (assumed) | 1 | +0.0% | MaxText's own words |",
-        "| 3 | a run | 8 x 1 | test | 2.5 | derived |  |  |  | failed |",
+        "| 3 | a run | 8 x 1 | test | 2.5 | derived |  |  |  | failed: too large |",
         "| 4 | a run | 8 x 1 | test | 2.5 |  |  |  |  | not compiled |",
     ]
 
 
-def test_the_page_has_the_table_of_the_results(script):
+def test_errors_are_those_of_each_half(script):
+    rows = {
+        "1": row("test", 1.0, 1.1),
+        "2": row("test", 1.0, 0.8),
+        "3": row("test", 1.0, 1.05, chip="v5p"),
+        "4": row("fit", 1.0, 1.02),
+        "5": {"chip": "v6e", "half": "test"},  # not compiled
+    }
+    found = script.errors(rows, {"v6e": 0.5, "v5p": 0.5})
+    assert found == {
+        "v6e test": {"runs": 2, "median": pytest.approx(0.15), "worst": pytest.approx(-0.2)},
+        "v5p test": {"runs": 1, "median": pytest.approx(0.05), "worst": pytest.approx(0.05)},
+        "all test": {"runs": 3, "median": pytest.approx(0.1), "worst": pytest.approx(-0.2)},
+        "v6e fit": {"runs": 1, "median": pytest.approx(0.02), "worst": pytest.approx(0.02)},
+        "all fit": {"runs": 1, "median": pytest.approx(0.02), "worst": pytest.approx(0.02)},
+    }
+    lines = script.errors_table({"shares": {"v6e": 0.5}, "errors": found}).splitlines()
+    assert lines[4] == "| v6e | 0.5 | 1 | 2.0% | +2.0% | 2 | 15.0% | -20.0% |"
+
+
+def test_the_page_has_the_tables_of_the_results(script):
     results = json.loads(script.RESULTS.read_text())["results"]
     page = (ROOT / "docs" / "notes" / "measured_runs.md").read_text()
     assert script.table(results) in page
+    assert script.errors_table(results) in page
+
+
+def test_chosen_runs_are_two_of_each_half_of_each_generation(script):
+    rows = json.loads(script.RESULTS.read_text())["results"]["runs"]
+    chosen = [rows[str(key)] for key in script.CHOSEN]
+    halves = Counter((row["chip"], row["half"]) for row in chosen)
+    assert halves == {(chip, half): 2 for chip in script.GENERATIONS for half in script.HALVES}
 
 
 def test_words_for_maxtext_are_those_of_the_run(script):
@@ -113,4 +142,43 @@ def test_words_for_maxtext_are_those_of_the_run(script):
         "remat_policy=custom",
         "compile_topology=v5p-128",
         "compile_topology_num_slices=2",
+    ]
+
+
+def test_a_model_of_defaults_has_words_for_its_sizes(script):
+    shape = dict.fromkeys(
+        ("layers", "emb_dim", "heads", "kv_heads", "head_dim", "ffn_dim", "vocab"), 8
+    )
+    run = {
+        "model": "maxtext-default-16b",
+        "shape": shape,
+        "chip": "v5e",
+        "chips": 256,
+        "slices": "1 (also 2)",
+        "per_device_batch": 2,
+        "seq_len": 2048,
+        "attention": "ambiguous (see conflicts)",
+        "mesh": {"axes": {"ici_fsdp_parallelism": "-1 (default)", "ici_tensor_parallelism": 4}},
+        "remat": {"policy": "minimal"},
+        "tuning_params": {"per_device_batch_size": 3},  # its recipe
+    }
+    assert script.words_of(run) == [
+        "per_device_batch_size=2",
+        "max_target_length=2048",
+        "decoder_block=default",
+        "base_num_decoder_layers=8",
+        "base_emb_dim=8",
+        "base_num_query_heads=8",
+        "base_num_kv_heads=8",
+        "head_dim=8",
+        "base_mlp_dim=8",
+        "vocab_size=8",
+        "mlp_activations=['relu']",
+        "logits_via_embedding=True",
+        "remat_policy=minimal",
+        "attention=dot_product",
+        "ici_fsdp_parallelism=-1",
+        "ici_tensor_parallelism=4",
+        "compile_topology=v5e-256",
+        "compile_topology_num_slices=1",
     ]
