@@ -320,6 +320,87 @@ def fitted_shares(rows: dict[str, Any]) -> dict[str, float]:
     return shares
 
 
+def planned_seconds(run: dict[str, Any]) -> float | None:
+    """Return the seconds that `so.plan` predicts for a run; None unless it is dense and in bfloat16.
+
+    What is offloaded to the host counts as recomputed.
+    """
+    import jax.numpy as jnp
+
+    from shardopt.planning import ParallelLayout, Transformer, predict
+    from shardopt.planning._hardware import find_hardware
+
+    shape = run["shape"]
+    if not run["quantisation"].startswith("none") or {"experts", "sliding_window"} & set(shape):
+        return None
+    chip = find_hardware(run["chip"])
+    axes = {
+        name.removesuffix("_parallelism"): int(str(size).split(" ")[0])  # such as "-1 (default)"
+        for name, size in run["mesh"]["axes"].items()
+    }
+    tensor, context = axes.get("ici_tensor", 1), axes.get("ici_context", 1)
+    is_tpu = run["chip"] in GENERATIONS
+    # slices of TPUs have a copy each, nodes of GPUs where the run says so
+    slices = slices_of(run) if is_tpu else 1
+    replica = slices if is_tpu else axes.get("dcn_data", 1)
+    model = Transformer(
+        run["model"],
+        shape["emb_dim"],
+        shape["layers"],
+        shape["heads"],
+        shape["ffn_dim"],
+        shape["vocab"],
+        run["seq_len"],
+        num_kv_heads=shape["kv_heads"],
+        head_dim=shape["head_dim"],
+        gated="2 matrices" not in shape.get("mlp", ""),
+        tied=shape.get("tied_embedding", False),
+    )
+    keeps_products = run["remat"]["policy"].startswith(("minimal", "dots_saveable"))
+    layout = ParallelLayout(
+        replica=replica,
+        data=run["chips"] * chip.devices // (replica * tensor * context),
+        tensor=tensor,
+        context=context,
+        remat="save:qkv,attention_out,mlp_hidden" if keeps_products else True,
+        gather_dtype=jnp.bfloat16,
+        micro_batches=run["tuning_params"].get("gradient_accumulation", 1),
+    )
+    prediction = predict(
+        model.workload(), layout, hardware=chip, batch_size=run["global_batch"], slices=slices
+    )
+    return prediction.time.total
+
+
+def plan_ratios(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return chip -> run -> its measured seconds over those of `so.plan`."""
+    ratios: dict[str, dict[str, float]] = {}
+    for run in runs:
+        planned = planned_seconds(run) if run["complete"] else None
+        if planned:
+            of_chip = ratios.setdefault(run["chip"].lower(), {})
+            of_chip[str(run["id"])] = run["step_seconds"]["value"] / planned
+    return ratios
+
+
+def plan_table(ratios: dict[str, dict[str, float]]) -> str:
+    """Return a line a chip: how many times as long as planned its steps took."""
+    lines = [
+        "| chips | runs | least | median | most | each run: id, measured / planned |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for chip, of_chip in ratios.items():
+        values = [f"{value:.2f}" for value in spread(list(of_chip.values()))]
+        each = ", ".join(f"{key}: {ratio:.2f}" for key, ratio in of_chip.items())
+        lines.append("| " + " | ".join([chip, str(len(of_chip)), *values, each]) + " |")
+    return "\n".join(lines)
+
+
+def spread(values: list[float]) -> tuple[float, float, float]:
+    """Return the smallest, the median and the largest."""
+    return min(values), statistics.median(values), max(values)
+
+
 def errors(rows: dict[str, Any], shares: dict[str, float]) -> dict[str, dict[str, Any]]:
     """Return the errors of each generation's halves, and of all: how many, median and worst.
 
@@ -418,9 +499,15 @@ def main() -> None:
         rows = {key: stored["runs"].get(key, {}) | row for key, row in rows.items()}
         read_programs(rows, options.programs)
     shares = fitted_shares(rows)
-    results = {"seed": SEED, "shares": shares, "errors": errors(rows, shares), "runs": rows}
+    results = {
+        "seed": SEED,
+        "shares": shares,
+        "errors": errors(rows, shares),
+        "planned": plan_ratios(runs),
+        "runs": rows,
+    }
     write_json(__file__, results, RESULTS)
-    print(errors_table(results), table(results), sep="\n\n")
+    print(errors_table(results), plan_table(results["planned"]), table(results), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,8 @@ import pytest
 from support.paths import ROOT
 from support.scripts import imported
 
+from shardopt.planning._search import MEASURED, known_error
+
 pytestmark = pytest.mark.fast
 
 
@@ -116,6 +118,52 @@ def test_the_page_has_the_tables_of_the_results(script):
     page = (ROOT / "docs" / "notes" / "measured_runs.md").read_text()
     assert script.table(results) in page
     assert script.errors_table(results) in page
+    assert script.plan_table(results["planned"]) in page
+
+
+def test_plans_state_the_stored_ratios(script):
+    planned = json.loads(script.RESULTS.read_text())["results"]["planned"]
+    for chip, (runs, *stated) in MEASURED.items():
+        ratios = list(planned[chip].values())
+        assert runs == len(ratios)
+        assert stated == [round(ratio, 2) for ratio in script.spread(ratios)]
+    assert "0.78 to 1.97" in known_error("v4")  # of all chips
+    assert min(least for _, least, _, _ in MEASURED.values()) == 0.78
+    assert max(most for _, _, _, most in MEASURED.values()) == 1.97
+
+
+def test_seconds_of_a_plan_are_those_of_the_layout_of_the_run(script):
+    run = {
+        "model": "tiny",
+        "chip": "v6e",
+        "chips": 8,
+        "slices": 1,
+        "seq_len": 512,
+        "global_batch": 16,
+        "quantisation": "none",
+        "mesh": {"axes": {"ici_fsdp_parallelism": "-1 (default)"}},
+        "remat": {"policy": "full"},
+        "tuning_params": {},
+        "shape": {
+            "layers": 2,
+            "emb_dim": 512,
+            "heads": 4,
+            "kv_heads": 4,
+            "head_dim": 128,
+            "ffn_dim": 1024,
+            "vocab": 1024,
+        },
+    }
+    seconds = script.planned_seconds(run)
+    assert seconds is not None
+    keeps = script.planned_seconds(run | {"remat": {"policy": "minimal"}})
+    assert keeps < seconds  # nothing is recomputed
+    halved = script.planned_seconds(
+        run | {"mesh": {"axes": {"ici_tensor_parallelism": 2}}, "tuning_params": {}}
+    )
+    assert halved != seconds
+    assert script.planned_seconds(run | {"quantisation": "int8 (AQT)"}) is None
+    assert script.planned_seconds(run | {"shape": run["shape"] | {"experts": 8}}) is None
 
 
 def test_chosen_runs_are_two_of_each_half_of_each_generation(script):
