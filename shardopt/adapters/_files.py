@@ -1,7 +1,9 @@
 """Adapters in a folder: A and B as safetensors, and a hash of the base that they were trained on."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,26 +78,36 @@ def read_adapters(
     return tensors
 
 
-def check_folder(folder: Path) -> None:
-    """Refuse a folder without finished adapters.
+def read_settings(folder: Path, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the settings of finished adapters in a folder.
 
     Raises:
       FileNotFoundError: if it has no settings, which are written last.
+      ValueError: if the settings are damaged, or one of these names is missing.
     """
-    if not (folder / CONFIG).exists():
+    path = folder / CONFIG
+    if not path.exists():
         problem = (
             f"{folder} has no {CONFIG}, so it holds no adapters, or saving them did not finish."
         )
         raise FileNotFoundError(error_text(problem, fix="give the folder that save wrote."))
+    fix = "copy the file again from where it came."
+    try:
+        settings = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise value_error(f"{path} is damaged: {error}.", fix=fix) from error
+    missing = [name for name in names if name not in settings]
+    if missing:
+        raise value_error(f"{path} has no {' and no '.join(missing)}.", fix=fix)
+    return settings
 
 
-def check_settings(folder: Path, settings: dict[str, object]) -> None:
-    """Refuse a folder whose adapters have other settings.
+def check_settings(stored_settings: dict[str, Any], settings: dict[str, object]) -> None:
+    """Refuse stored adapters that have other settings.
 
     Raises:
       ValueError: if a setting differs.
     """
-    stored_settings = json.loads((folder / CONFIG).read_text())
     different = [
         f"{name}: {stored_settings.get(name)!r} in the folder, {value!r} here"
         for name, value in settings.items()

@@ -16,10 +16,10 @@ from jax.typing import DTypeLike
 
 from shardopt.adapters._files import (
     CONFIG,
-    check_folder,
     check_settings,
     factors_of,
     read_adapters,
+    read_settings,
     save_adapters,
     with_factors,
 )
@@ -247,17 +247,17 @@ class Lora:
         change apart.
         """
         folder = Path(folder)
-        check_folder(folder)
+        config = read_settings(folder)
         factors = factors_of(params)
         if model is None:
-            check_settings(folder, self._settings())
+            check_settings(config, self._settings())
             return with_factors(
                 params,
                 read_adapters(folder, {path: x.shape for path, x in factors.items()}, params),
             )
         modules = modules_of(model, _weights_of(factors))
         buffers = {path: np.zeros(leaf.shape, leaf.dtype) for path, leaf in factors.items()}
-        shapes = check_peft_config(folder / CONFIG, self.rank, self.alpha, modules, buffers)
+        shapes = check_peft_config(folder / CONFIG, config, self.rank, self.alpha, modules, buffers)
         tensors = read_adapters(folder, shapes, params)
         problems = [module.name for module in modules if not module.write_into(buffers, tensors)]
         if problems:

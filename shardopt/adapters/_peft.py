@@ -6,7 +6,6 @@ other. Otherwise the rank of the module is the sum of theirs: A has theirs one a
 B is block-diagonal.
 """
 
-import json
 import re
 from collections.abc import Mapping, Set
 from pathlib import Path
@@ -232,14 +231,18 @@ def _short_names(modules: Set[str], other_modules: Set[str]) -> list[str]:
 
 
 def check_peft_config(
-    path: Path, rank: int, alpha: float, modules: list[PeftModule], factors: Factors
+    path: Path,
+    config: Mapping[str, Any],
+    rank: int,
+    alpha: float,
+    modules: list[PeftModule],
+    factors: Factors,
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of A and B in a folder of peft, by name.
 
     Raises:
       ValueError: if a setting is none that `lora` computes, or asks for another rank or alpha.
     """
-    config = json.loads(path.read_text())
     allowed_values = _ALLOWED | {"r": (rank,), "lora_alpha": (alpha,)}
     problems = [
         f"{name}: {value!r} in the folder, {type(value)()!r} here"

@@ -62,7 +62,11 @@ def _codec_of_text(weights: Weights) -> _Codec:
         require("tokenizers", extra="huggingface")
         from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_file(str(weights.tokenizer))
+        try:
+            tokenizer = Tokenizer.from_file(str(weights.tokenizer))
+        except Exception as error:  # tokenizers raises no class of its own
+            fix = "copy the file again from where it came, or give token ids with --ids."
+            raise value_error(f"{weights.tokenizer} is damaged: {error}.", fix=fix) from error
         return _Codec(
             lambda text: np.array(tokenizer.encode(text).ids, np.int32),
             lambda tokens: printable(tokenizer.decode(tokens.tolist())),

@@ -1,6 +1,5 @@
 """`shardopt merge`: add adapters to the weights of their base."""
 
-import json
 import re
 
 import jax
@@ -8,7 +7,7 @@ import optax
 
 import shardopt as so
 from shardopt.adapters import lora
-from shardopt.adapters._files import CONFIG, WEIGHTS, check_folder
+from shardopt.adapters._files import CONFIG, WEIGHTS, read_settings
 from shardopt.adapters._peft import PREFIX
 from shardopt.cli._options import MergeOptions
 from shardopt.core import calling, plural, value_error
@@ -21,9 +20,12 @@ from shardopt.models._tensor_files import read_header
 def merge(options: MergeOptions) -> None:
     """Write the folder of the merged weights."""
     require("safetensors", extra="huggingface")
-    check_folder(options.adapters)
-    settings = json.loads((options.adapters / CONFIG).read_text())
-    pretrained = from_pretrained(options.model or settings["base_model_name_or_path"])
+    settings = read_settings(options.adapters, names=["r", "lora_alpha"])
+    base = options.model or settings.get("base_model_name_or_path")
+    if not base:
+        problem = f"the {CONFIG} of {options.adapters} does not name their model."
+        raise value_error(problem, fix="name the folder of their model with --model.")
+    pretrained = from_pretrained(base)
     tensors = read_header(options.adapters / WEIGHTS)
     modules = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in tensors}
     unknown = sorted(module for module in modules if f"{module}.weight" not in pretrained.places)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 
 from shardopt.core import value_error
@@ -33,7 +34,24 @@ def make_optimizer(
     tx = optax.inject_hyperparams(factory, static_args=list(_other_parameters(factory)))(
         make_schedule(learning_rate, steps), **arguments
     )
+    _check_arguments(text, tx)
     return optax.chain(optax.clip_by_global_norm(clip), tx) if clip else tx
+
+
+def _check_arguments(text: str, tx: optax.GradientTransformation) -> None:
+    """Refuse arguments with which an optimizer cannot update one matrix."""
+
+    def update(params):
+        # optimizers with a line search evaluate the loss themselves
+        of_the_loss = {"value": 0.0, "grad": params, "value_fn": optax.tree.sum}
+        run = optax.with_extra_args_support(tx).update
+        return run(params, tx.init(params), params, **of_the_loss)
+
+    try:
+        jax.eval_shape(update, {"kernel": jax.ShapeDtypeStruct((4, 4), "float32")})
+    except Exception as error:  # optax checks few arguments, so Python and jax raise any class
+        problem = f"--optimizer {text} cannot run: {type(error).__name__}: {error}"
+        raise value_error(problem, fix="correct its arguments.") from error
 
 
 def make_schedule(peak: float, steps: int) -> optax.Schedule:

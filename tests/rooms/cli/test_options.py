@@ -243,6 +243,22 @@ def test_anything_but_a_name_with_literal_arguments_is_refused(text):
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "adamw(b1='x')",
+        "adamw(b1=None)",
+        "adamw(mask=[1, 2])",
+        "sgd(momentum=[1])",
+        "adamw(mu_dtype='flat32')",
+        "contrib.muon(ns_steps=1.5)",
+    ],
+)
+def test_arguments_with_which_an_optimizer_cannot_run_are_refused(text):
+    with pytest.raises(ValueError, match=re.escape(f"--optimizer {text} cannot run: ")):
+        make_optimizer(text, learning_rate=0.1, steps=4, clip=1.0)
+
+
+@pytest.mark.parametrize(
     ("text", "problem", "fix"),
     [
         (

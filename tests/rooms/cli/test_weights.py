@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -176,6 +177,19 @@ def test_a_long_continuation_goes_on_from_the_last_half_that_the_model_has_seen(
             "generate: ids of the batch are not those of the model.",
         ),
         ("merge {tmp} out", "merge: {tmp} has no adapter_config.json, so it holds no adapters"),
+        (
+            "merge {tmp}/damaged out",
+            "merge: {tmp}/damaged/adapter_config.json is damaged: Expecting",
+        ),
+        ("merge {tmp}/rank out", "merge: {tmp}/rank/adapter_config.json has no lora_alpha.\nFix:"),
+        (
+            "merge {tmp}/nameless out",
+            "adapter_config.json of {tmp}/nameless does not name their model.\nFix: name the folder",
+        ),
+        (
+            "generate {tmp}/llama/copy hello",
+            "generate: {tmp}/llama/copy/tokenizer.json is damaged: EOF",
+        ),
         ("merge {tmp}/pruned out", "merge: 1 weight with adapters are not in {tmp}/llama."),
     ],
 )
@@ -183,6 +197,17 @@ def test_what_cannot_be_read_is_refused(words, message, tmp_path, capsys):
     if "llama" in words or "pruned" in words:
         config, shapes, _ = oracle.read_case("llama3")
         folder = oracle.write_folder(tmp_path / "llama", config, shapes)
+    damaged = {
+        "damaged": "{",
+        "rank": '{"r": 2}',
+        "nameless": '{"r": 2, "lora_alpha": 2, "base_model_name_or_path": null}',
+    }
+    for name, text in damaged.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(text)
+    if "copy" in words:
+        shutil.copytree(folder, folder / "copy")
+        (folder / "copy" / "tokenizer.json").write_text("{")
     if "pruned" in words:
         from safetensors.numpy import save_file
 
