@@ -87,26 +87,33 @@ def stated_connection() -> Connection | None:
     if place.launcher == "jax":
         if place.address is None or place.rank is None:
             return Connection()
-        return Connection(place.address, place.size, place.rank, _listen(place.address))
+        return Connection(place.address, place.size, place.rank)
     if place.size == 1:
         return None
     return _CONNECT[place.launcher](place)
 
 
-def _listen(coordinator: str) -> dict[str, Any]:
-    """Let jax listen at the address that the launcher states; return the options for that.
+def at_listen_address(connection: Connection) -> Connection:
+    """Let jax listen at the address that the environment states; return the connection for that.
 
     By itself gloo takes what the name of the host means: 127.0.1.1 on Debian, where no other host
-    reaches it, or an address that strangers reach. And process 0 listens at all addresses.
+    reaches it, or an address that strangers reach. And process 0 listens at all addresses, also
+    with a connection that jax detects.
     """
     address = os.environ.get(LISTEN_ADDRESS)
     if address is None:
-        return {}
+        return connection
     from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
     make_collectives = _jax.make_gloo_tcp_collectives
     _jax.make_gloo_tcp_collectives = functools.partial(make_collectives, hostname=address)
-    return {"coordinator_bind_address": f"{address}:{coordinator.rpartition(':')[2]}"}
+    if connection.address is None:
+        return connection
+    own = f"{address}:{connection.address.rpartition(':')[2]}"
+    options = (connection.options or {}) | {"coordinator_bind_address": own}
+    # process 0 may know the name of its host as 127.0.1.1, and does not listen there
+    target = connection.address if connection.rank else own
+    return connection._replace(address=target, options=options)
 
 
 def _without_place() -> Connection | None:

@@ -95,6 +95,7 @@ def initialize(
         if is_settled:
             settle()
         return
+    connection = _connection.at_listen_address(connection)
     is_launched = "SHARDOPT_LAUNCHED" in os.environ
     if is_launched:
         _follow_launcher()

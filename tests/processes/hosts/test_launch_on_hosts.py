@@ -1,5 +1,7 @@
 """`shardopt launch --hosts`: the same command on each host makes one job, closed to other networks."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -37,6 +39,34 @@ def test_the_same_command_on_each_host_makes_one_job_that_outlasts_a_cut_of_its_
     assert not (tmp_path / "own-0" / ".seen-by-all").exists()
     logs = {path.name for path in (tmp_path / "logs").iterdir()}
     assert logs == {".launch.lock", ".launch1.lock", "process-0.log", "process-1.log"}
+
+
+BY_HAND = """
+import sys, jax, numpy as np, shardopt as so
+from jax.experimental import multihost_utils
+jax.config.update("jax_num_cpu_devices", 1)
+so.initialize("host0:8476", 2, int(sys.argv[1]))
+print(multihost_utils.process_allgather(np.asarray([jax.process_index()])).ravel().tolist(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow  # test_initialize.py has the calls of jax
+def test_without_a_launcher_jax_listens_at_the_stated_address(pair):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    jobs = [
+        host.popen(
+            [sys.executable, "-c", BY_HAND, str(rank)],
+            env={"SHARDOPT_LISTEN_ADDRESS": host.address},
+            **pipes,
+        )
+        for rank, host in enumerate(pair)
+    ]
+    lines = [next((line for line in job.stdout if line.startswith("[0")), "") for job in jobs]
+    assert lines == ["[0, 1]\n"] * 2
+    assert [listening(host) for host in pair] == [{"10.77.0.1"}, {"10.77.0.2"}]
+    for job in jobs:
+        job.communicate()
 
 
 FORM = (

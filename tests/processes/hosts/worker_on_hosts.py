@@ -1,4 +1,5 @@
-"""One process of a job on several hosts: `python worker_on_hosts.py FOLDER STEPS SECONDS`.
+"""One process of a job on several hosts: `python worker_on_hosts.py FOLDER STEPS SECONDS`, with
+`ADDRESS COUNT RANK` after it where no launcher states the place.
 
 It trains for so many steps, and pauses for some seconds before each. Each process writes the step
 that it has reached to `step-RANK` in the folder. Process 0 leaves the parameters of the end there.
@@ -18,7 +19,10 @@ import shardopt as so
 folder = Path(sys.argv[1])
 steps = int(sys.argv[2])
 pause = float(sys.argv[3])
-small_job.begin()
+if len(sys.argv) > 4:
+    small_job.begin(sys.argv[4], int(sys.argv[5]), int(sys.argv[6]))
+else:
+    small_job.begin()
 opt, state = small_job.strategy_and_state()
 reached = folder / f"step-{jax.process_index()}"
 

@@ -12,10 +12,10 @@ import optax
 import shardopt as so
 
 
-def begin():
-    """Join the job."""
+def begin(*place):
+    """Join the job, at a place (address, count, rank) or where the launcher says."""
     jax.config.update("jax_num_cpu_devices", 1)
-    so.initialize()
+    so.initialize(*place)
 
 
 def loss_fn(params, batch):

@@ -8,6 +8,7 @@ import sys
 
 import jax
 import pytest
+from jax._src.lib import _jax
 
 import shardopt as so
 from shardopt.runtime import _connection
@@ -47,6 +48,22 @@ def test_initialize_reads_the_place_of_the_process_where_all_of_it_is_said(monke
         gloo,
         ("10.0.0.2:1", 2, 0),
     ]
+
+
+@pytest.mark.parametrize(("rank", "target"), [(0, "10.0.0.9:1"), (1, "host0:1")])
+def test_jax_listens_at_the_stated_address_however_a_job_is_launched(monkeypatch, rank, target):
+    """Process 0 does not meet itself at the name of its host, which may mean 127.0.1.1 there."""
+    calls = []
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *place, **options: calls.append((place, options))
+    )
+    monkeypatch.setattr(processes, "_wait_for_address", lambda address: None)
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
+    monkeypatch.setattr(_jax, "make_gloo_tcp_collectives", lambda **options: options)
+    monkeypatch.setenv("SHARDOPT_LISTEN_ADDRESS", "10.0.0.9")
+    so.initialize("host0:1", 2, rank)
+    assert calls == [((target, 2, rank), {"coordinator_bind_address": "10.0.0.9:1"})]
+    assert _jax.make_gloo_tcp_collectives() == {"hostname": "10.0.0.9"}
 
 
 def test_a_process_asks_the_first_one_once_it_listens(monkeypatch):
