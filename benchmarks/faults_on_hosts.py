@@ -47,11 +47,14 @@ WAYS = ("launch", "SLURM", "by hand")
 STOP_SECONDS = 150
 """Within so many seconds after a fault all processes that can have ended, once a step was taken."""
 JOIN_STOP_SECONDS = 345
-"""The same for a fault while processes join: jax waits 300 s for a process that does not come."""
+"""The same for a fault while processes join, from the moment at which all others do: jax waits 300 s
+for a process that does not come.
+"""
 PREFETCHED = 4
 """So many steps a process may be ahead of another: batches are drawn before their step."""
 NAMED = (
     r"process (?:\d+|\d+(?: and \d+)+) of \d+ hangs?: .*, last on {host} at step \d+ in '(\w+)'",
+    r"(initialize): nothing has listened at {host}:\d+",
     r"at step \d+ in phase '(\w+)': nothing was heard for \d+ s from (?:{host}|{address})\b",
 )
 """The messages that name a host and the phase."""
@@ -116,6 +119,13 @@ class Job:
         """Return the step that each process has reached; -1 before its first."""
         paths = [self.folder / f"step-{rank}" for rank in range(len(self.hosts))]
         return [int((path.read_text() if path.exists() else "") or -1) for path in paths]
+
+    def wait_for_begin(self, ranks):
+        """Wait until the processes of some hosts join: under load imports take long."""
+        paths = [self.folder / f"begins-{self.hosts[rank].name}" for rank in ranks]
+        deadline = time.monotonic() + 120
+        while not all(path.exists() for path in paths) and time.monotonic() < deadline:
+            time.sleep(0.1)
 
     def wait_for_step(self, step):
         """Wait until all processes are at a step."""
@@ -234,7 +244,10 @@ def _outcome(draw, job, hosts, expected):
     died = victim if draw["kind"] == "dies" or _reboots(draw) else None
     ranks = [rank for rank, host in enumerate(hosts) if host is not died]
     # an undisturbed end takes some time too
-    limit = (JOIN_STOP_SECONDS if joins else STOP_SECONDS) - (time.monotonic() - began)
+    limit = STOP_SECONDS - (time.monotonic() - began)
+    if joins:
+        job.wait_for_begin(ranks)
+        limit = JOIN_STOP_SECONDS
     limit += 60 if draw["kind"] == "slow" else 0
     codes = job.wait(ranks, limit)
     row = {"seconds": round(time.monotonic() - began, 1), "codes": codes, "steps": job.steps()}
@@ -288,12 +301,10 @@ def _goes_on(draw, job, hosts, died, expected, row):
         return {"outcome": "fault", "why": f"the restart ended with {codes}"}
     if not is_right(job.folder, expected):
         return {"outcome": "fault", "why": "the restart has other bits"}
-    said = job.said_path(0).read_text()[before:]
-    first = re.search(r"step (\d+)/", said)
-    row = {"first_log_after": int(first[1]) if first else None}
-    if not job.steps() or row.get("message", "") is None:
-        return row
-    return row | {"outcome": "stopped"}
+    if row["message"] is None:
+        return {"outcome": "fault", "why": "no message names host and phase"}
+    first = re.search(r"step (\d+)/", job.said_path(0).read_text()[before:])
+    return {"first_log_after": int(first[1]) if first else None, "outcome": "stopped"}
 
 
 def undisturbed(count, folder):
@@ -339,8 +350,11 @@ def main():
         kind, seed = options.only.split(":")
         draws = [draw_of(kind, int(seed))]
     rows = []
+    repeated = []  # rows that say in `why_repeated` what was wrong with the run itself
     if RESULTS.exists() and not options.only:
-        rows = json.loads(RESULTS.read_text())["results"]["rows"]
+        results = json.loads(RESULTS.read_text())["results"]
+        rows = results["rows"]
+        repeated = results["repeated"]
     known = {(row["kind"], row["seed"]) for row in rows}
     draws = [draw for draw in draws if (draw["kind"], draw["seed"]) not in known]
     expected = {}
@@ -360,7 +374,7 @@ def main():
             if row["outcome"] != "fault":
                 shutil.rmtree(own)
             if not options.only:
-                results = {"summary": summary(rows), "rows": rows}
+                results = {"summary": summary(rows), "rows": rows, "repeated": repeated}
                 write_json(__file__, results)
 
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:

@@ -8,7 +8,7 @@ draws the moment, and how long a cut lasts.
 
 Claim: the run ends with all its updates, or with an error that says what was lost. No push is
 applied twice, updates that are lost are counted, and the log replays bit for bit. Rows are written
-as they come, and a later call runs only what is missing.
+as they come, and a later call runs only what is missing, also a run whose cluster did not start.
 """
 
 import argparse
@@ -130,7 +130,7 @@ def run(kind, seed, folder, ray_folder):
             cluster = Cluster(hosts, folder, ray_folder)
             job = cluster.start_driver()
             reached = lambda: max(cluster.versions(), default=0) >= version // 10 * 10
-            wait_for(reached, job, 240, cluster.said)
+            wait_for(reached, job, 900, cluster.said)
             if kind == "worker cut":
                 victim = cluster.host_with("WorkerProcess")
             elif kind == "server cut":
@@ -158,7 +158,7 @@ def run(kind, seed, folder, ray_folder):
                 cluster = Cluster(hosts, folder, ray_folder)
                 job = cluster.start_driver()
             try:
-                job.wait(timeout=420)
+                job.wait(timeout=900)
             except subprocess.TimeoutExpired:
                 return row | {"outcome": "fault", "why": "hangs", "said": _tail(cluster.said)}
             row["seconds"] = round(time.monotonic() - began, 1)
@@ -200,8 +200,10 @@ def main():
             continue
         # the path of a Unix socket is short
         folder, ray_folder = (Path(tempfile.mkdtemp(prefix=name)) for name in ("rj-", "r-"))
-        rows.append(run(kind, seed, folder, ray_folder))
-        print(json.dumps(rows[-1]), folder, flush=True)
+        row = run(kind, seed, folder, ray_folder)
+        print(json.dumps(row), folder, flush=True)
+        if row["outcome"] != "not run":
+            rows.append(row)
         if not options.only:
             shutil.rmtree(ray_folder, ignore_errors=True)
             write_json(__file__, {"rows": rows})

@@ -98,7 +98,7 @@ def at_listen_address(connection: Connection) -> Connection:
 
     By itself gloo takes what the name of the host means: 127.0.1.1 on Debian, where no other host
     reaches it, or an address that strangers reach. And process 0 listens at all addresses, also
-    with a connection that jax detects.
+    where jax detects the address (MPI).
     """
     address = os.environ.get(LISTEN_ADDRESS)
     if address is None:
@@ -183,7 +183,11 @@ def _by_slurm(place: ProcessPlace) -> Connection:
     missing = [name for name in _SLURM_STEP if name not in os.environ]
     if missing or place.rank is None:
         raise _incomplete(place, missing or ["SLURM_PROCID"])
-    return Connection(size=place.size)
+    from jax._src.clusters import SlurmCluster
+
+    # jax would detect it too, but then nothing here could listen or wait at this address
+    address = SlurmCluster.get_coordinator_address(None, os.environ.get("JAX_COORDINATOR_PORT"))
+    return Connection(address, place.size, place.rank)
 
 
 _CONNECT = {

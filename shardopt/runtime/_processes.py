@@ -132,6 +132,10 @@ def _wait_for_address(address: str) -> None:
             return
         except (OSError, ValueError):  # jax reports an invalid address
             time.sleep(0.01)
+    text = (
+        f"nothing has listened at {address}, the address of process 0, for {_CONNECT_SECONDS:g} s"
+    )
+    print(f"initialize: {text}; jax tries for 300 s more.", file=sys.stderr)
 
 
 def _follow_launcher() -> None:

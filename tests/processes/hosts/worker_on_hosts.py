@@ -5,6 +5,7 @@ It trains for so many steps, and pauses for some seconds before each. Each proce
 that it has reached to `step-RANK` in the folder. Process 0 leaves the parameters of the end there.
 """
 
+import socket
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ import shardopt as so
 folder = Path(sys.argv[1])
 steps = int(sys.argv[2])
 pause = float(sys.argv[3])
+(folder / f"begins-{socket.gethostname()}").touch()
 if len(sys.argv) > 4:
     small_job.begin(sys.argv[4], int(sys.argv[5]), int(sys.argv[6]))
 else:

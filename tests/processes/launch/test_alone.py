@@ -279,9 +279,9 @@ PLACES = {
         ("127.0.0.1:29500", 8, 5),
         DEACTIVATED,
     ),
-    "srun": (SRUN, (None, 4, None), {}),
-    "srun with a world of torch": (SRUN | {"WORLD_SIZE": "4"}, (None, 4, None), {}),
-    "srun with PMI": (SEVERAL["srun with PMI"], (None, 4, None), {}),
+    "srun": (SRUN, ("node1:61511", 4, 0), {}),
+    "srun with a world of torch": (SRUN | {"WORLD_SIZE": "4"}, ("node1:61511", 4, 0), {}),
+    "srun with PMI": (SEVERAL["srun with PMI"], ("node1:61511", 4, 0), {}),
     "Open MPI 4": (
         SEVERAL["Open MPI"] | {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1"},
         (None, None, None),

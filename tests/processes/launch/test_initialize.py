@@ -66,6 +66,16 @@ def test_jax_listens_at_the_stated_address_however_a_job_is_launched(monkeypatch
     assert _jax.make_gloo_tcp_collectives() == {"hostname": "10.0.0.9"}
 
 
+def test_a_process_says_where_it_finds_no_first_one(monkeypatch, capsys):
+    """jax itself is silent for five minutes."""
+    monkeypatch.setattr(processes, "_CONNECT_SECONDS", 0.05)
+    processes._wait_for_address("127.0.0.1:1")
+    assert capsys.readouterr().err == (
+        "initialize: nothing has listened at 127.0.0.1:1, the address of process 0, for 0.05 s; jax"
+        " tries for 300 s more.\n"
+    )
+
+
 def test_a_process_asks_the_first_one_once_it_listens(monkeypatch):
     """gRPC would try again a second later only."""
     seen = []

@@ -1,0 +1,256 @@
+"""What slow links cost: a GPT between two hosts, by method and bandwidth, in tokens per second and
+loss over time.
+
+    python over_network.py --megabits 10 100 1000 --minutes 3
+
+Needs root and iproute2: hosts are network namespaces (`tests/support/hosts.py`), whose links are
+limited in both directions. Hosts share the cores of this machine. So each row states the measured
+rate of the link, the load, and the share of a process's time that cores computed for it. A row of
+which that share is large says more about this machine than about the method.
+
+A row is written as soon as it is measured, and a later call measures only what is missing.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import write_json
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tests"))
+
+RESULTS = Path(__file__).parent / "results" / "over_network.json"
+SYNC_EVERY = 20
+ROWS = 8  # of a host
+LENGTH = 64
+METHODS = {
+    "ddp": "ddp",
+    "int8": "ddp, int8",
+    "top_k": "ddp, top-k 1%",
+    "local_sgd": f"local SGD, H = {SYNC_EVERY}",
+    "diloco": f"DiLoCo, H = {SYNC_EVERY}",
+    "streaming": f"streaming DiLoCo, H = {SYNC_EVERY}, 2 fragments, delay 5",
+}
+SEND = """
+import socket, sys, time
+address, count = sys.argv[1], int(sys.argv[2])
+with socket.create_connection((address, 5000)) as connection:
+    connection.sendall(bytes(count // 4))
+    connection.recv(1)
+    began = time.monotonic()
+    connection.sendall(bytes(count))
+    connection.recv(1)
+    print(8 * count / 1e6 / (time.monotonic() - began))
+"""
+RECEIVE = """
+import socket, sys
+server = socket.create_server(("", 5000))
+print("ready", flush=True)
+connection, _ = server.accept()
+for count in (int(sys.argv[1]) // 4, int(sys.argv[1])):
+    while count:
+        count -= len(connection.recv(min(count, 65536)))
+    connection.sendall(b"x")
+"""
+
+
+def strategy(method, loss_fn):
+    """Return the strategy of a method, and after how many steps the hosts meet anyway."""
+    import optax
+
+    import shardopt as so
+
+    tx = optax.adamw(optax.linear_schedule(0.0, 2e-3, 20))
+    if method in ("ddp", "int8", "top_k"):
+        reducer = None
+        if method == "int8":
+            reducer = so.reducers.error_feedback(so.reducers.int8())
+        if method == "top_k":
+            top_k = so.reducers.error_feedback(so.reducers.top_k(0.01))
+            reducer = so.reducers.warm_up(top_k, 5)
+        return so.ddp(tx, so.make_mesh(), loss_fn, reducer=reducer), 5
+    inner = so.ddp(tx, so.make_mesh(replica=2), loss_fn)
+    if method == "local_sgd":
+        return so.local_sgd(inner, sync_every=SYNC_EVERY), SYNC_EVERY
+    options = {"fragments": 2, "delay": 5} if method == "streaming" else {}
+    return so.diloco(inner, sync_every=SYNC_EVERY, **options), SYNC_EVERY
+
+
+def sent_bytes():
+    """Return the bytes that this host has sent."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next(int(line.split()[9]) for line in lines if line.strip().startswith("eth0:"))
+
+
+def train(method, dim, layers, minutes, rank):
+    """Train as one of two processes. Process 0 prints its row."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 1)
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    import shardopt as so
+    from shardopt import data
+    from shardopt.models import gpt
+
+    so.initialize("host0:8476", 2, rank)
+    config = gpt.config(dim=dim, num_layers=layers)
+    loss_fn = gpt.model(config).loss_fn
+    opt, every = strategy(method, loss_fn)
+    sharding = jax.NamedSharding(opt.mesh, jax.P(opt.mesh.axis_names))
+
+    def placed(batch):
+        return {"tokens": jax.make_array_from_process_local_data(sharding, batch["tokens"])}
+
+    windows, held_out = data.split(data.open_corpus(), LENGTH)
+    stream = iter(data.batches(windows, ROWS, seed=rank))
+    drawn = [batch["tokens"] for batch in data.spread_batches(held_out, ROWS, 4)]
+    held_out = placed({"tokens": np.concatenate(drawn)})
+    params = gpt.init(config, jax.random.key(0))
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
+    state = opt.init(params)
+    # all programs are compiled before the clock starts, also the one that synchronises
+    for _ in range(every + 1):
+        state, _ = opt.step(state, placed(next(stream)))
+    state = opt.init(params)
+    curve = [[0.0, float(opt.evaluate(state, held_out)["loss"])]]
+    multihost_utils.sync_global_devices("start")
+    seconds, steps, cpu, sent = 0.0, 0, 0.0, 0
+    loads = []
+    while seconds < 60 * minutes:
+        began, cpu_began, sent_began = time.monotonic(), time.process_time(), sent_bytes()
+        for _ in range(every):
+            state, metrics = opt.step(state, placed(next(stream)))
+        jax.block_until_ready((state, metrics))
+        spent = time.monotonic() - began
+        cpu += time.process_time() - cpu_began
+        sent += sent_bytes() - sent_began
+        steps += every
+        # both processes stop at the same step; this message is not on the clock
+        seconds += float(multihost_utils.broadcast_one_to_all(np.float32(spent)))
+        if seconds > 60 * minutes * len(curve) / 12:
+            curve.append([seconds / 60, float(opt.evaluate(state, held_out)["loss"])])
+            loads.append(os.getloadavg()[0])
+    row = {
+        "parameters": num_params,
+        "steps": steps,
+        "seconds": seconds,
+        "tokens_per_second": steps * 2 * ROWS * LENGTH / seconds,
+        "megabytes_per_step": sent / steps / 1e6,
+        "compute_share": cpu / seconds,
+        "loss": curve[-1][1],
+        "curve": curve,
+        "load": statistics.median(loads),
+    }
+    if rank == 0:
+        print("row " + json.dumps(row), flush=True)
+
+
+def rate_of(hosts, megabits):
+    """Measure the rate of the link from the first host to the second, in megabits per second."""
+    count = str(int(megabits * 250_000))  # two seconds of it
+    receiver = hosts[1].popen(
+        [sys.executable, "-c", RECEIVE, count], stdout=subprocess.PIPE, text=True
+    )
+    receiver.stdout.readline()
+    rate = float(hosts[0].run([sys.executable, "-c", SEND, hosts[1].address, count]))
+    receiver.wait()
+    return rate
+
+
+def measure(method, megabits, options):
+    """Return the row of a method at a bandwidth."""
+    from support.hosts import network
+
+    with network(2) as hosts, tempfile.TemporaryDirectory() as folder:
+        for host in hosts:
+            host.limit(megabits)
+        rate = rate_of(hosts, megabits)
+        jobs = []
+        for rank, host in enumerate(hosts):
+            words = [sys.executable, __file__, "--train", method, "--rank", str(rank)]
+            words += ["--dim", str(options.dim), "--layers", str(options.layers)]
+            words += ["--minutes", str(options.minutes)]
+            variables = {
+                "SHARDOPT_LISTEN_ADDRESS": host.address,
+                # the code of users, unlike in tests
+                "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+            }
+            with Path(folder, host.name).open("w") as said:
+                jobs.append(host.popen(words, stdout=said, stderr=said, env=variables))
+        codes = [job.wait(timeout=60 * options.minutes * 5 + 600) for job in jobs]
+        said = Path(folder, "host0").read_text()
+        if any(codes):
+            raise SystemExit(f"{method} at {megabits} Mbit/s ended with {codes}:\n{said[-3000:]}")
+    row = json.loads(said.rpartition("row ")[2].splitlines()[0])
+    return {"method": method, "megabits": megabits, "measured_megabits": round(rate, 2)} | row
+
+
+def plot(rows, path):
+    """Draw loss over minutes, one line a method, one panel a bandwidth."""
+    import matplotlib.pyplot as plt
+
+    bandwidths = sorted({row["megabits"] for row in rows})
+    size = (5.2 * len(bandwidths), 4.2)
+    figure, axes = plt.subplots(
+        1, len(bandwidths), figsize=size, sharey=True, squeeze=False, layout="constrained"
+    )
+    colors = ["#4269d0", "#6cc5b0", "#3ca951", "#efb118", "#ff725c", "#a463f2", "#97bbf5"]
+    for axis, megabits in zip(axes[0], bandwidths, strict=True):
+        for color, method in zip(colors, METHODS, strict=False):
+            for row in rows:
+                if row["method"] == method and row["megabits"] == megabits:
+                    minutes, losses = zip(*row["curve"], strict=True)
+                    axis.plot(minutes, losses, color=color, label=METHODS[method])
+        axis.set_title(f"{megabits:g} Mbit/s", loc="left", fontsize=10)
+        axis.set_xlabel("minutes")
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("held-out loss")
+    axes[0, -1].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--megabits", type=float, nargs="+", default=[10.0, 100.0, 1000.0])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--train", help="train as one process")
+    parser.add_argument("--rank", type=int)
+    options = parser.parse_args()
+    if options.train:
+        train(options.train, options.dim, options.layers, options.minutes, options.rank)
+        return
+    from support.hosts import obstacle
+
+    if reason := obstacle():
+        raise SystemExit(reason)
+    rows = []
+    if RESULTS.exists():
+        rows = json.loads(RESULTS.read_text())["results"]["rows"]
+    known = {(row["method"], row["megabits"]) for row in rows}
+    for megabits in options.megabits:
+        for method in options.methods:
+            if (method, megabits) in known:
+                continue
+            rows.append(measure(method, megabits, options))
+            shown = {name: value for name, value in rows[-1].items() if name != "curve"}
+            print(json.dumps(shown), flush=True)
+            write_json(__file__, {"rows": rows}, RESULTS)
+            plot(rows, RESULTS.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
