@@ -5,8 +5,9 @@ loss over time.
 
 Needs root and iproute2: hosts are network namespaces (`tests/support/hosts.py`), whose links are
 limited in both directions. Hosts share the cores of this machine. So each row states the measured
-rate of the link, the load, and the share of a process's time that cores computed for it. A row of
-which that share is large says more about this machine than about the method.
+rate of the link, the load, and two shares of the time: in which the link was busy, and in which a
+core computed for a process. A row whose link is busy nearly all the time is about the method. In any
+other row the machine counts, and what else runs on it.
 
 A row is written as soon as it is measured, and a later call measures only what is missing.
 """
@@ -191,6 +192,7 @@ def measure(method, megabits, options):
         if any(codes):
             raise SystemExit(f"{method} at {megabits} Mbit/s ended with {codes}:\n{said[-3000:]}")
     row = json.loads(said.rpartition("row ")[2].splitlines()[0])
+    row["link_share"] = row["megabytes_per_step"] * row["steps"] * 8 / rate / row["seconds"]
     return {"method": method, "megabits": megabits, "measured_megabits": round(rate, 2)} | row
 
 
