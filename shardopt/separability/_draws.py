@@ -31,7 +31,7 @@ from shardopt.separability._relations import (
     is_drawn,
     is_exactly_same,
 )
-from shardopt.trace._primitives import library_name
+from shardopt.trace._primitives import library_name, words
 
 
 def draw(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
@@ -77,11 +77,19 @@ def fold_in(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]
     return list(map(as_drawn, results)) if any(map(is_drawn, relations)) else results
 
 
-DRAWS = frozenset(["random_bits", "random_split", "random_fold_in"])
+DRAWS = words("random_bits random_split random_fold_in")
 """Primitives whose numbers, or keys, follow from the key of an operand."""
-KEEPS_KEYS = frozenset(["random_wrap", "random_unwrap", "squeeze"])
+KEEPS_KEYS = words("random_wrap random_unwrap squeeze")
 """Primitives whose result is the key of the operand."""
-DISTINCT = frozenset(["key", "at", "fold"])
+PASSES_KEYS = KEEPS_KEYS | words(
+    "broadcast_in_dim concatenate copy dynamic_slice optimization_barrier random_seed reshape rev"
+    " select_n slice split transpose unstack"
+)
+"""Primitives whose result is a key of an operand, or one that is made from it.
+
+Others may lose what differs between pieces: the bits of a key times 0 are no key.
+"""
+DISTINCT = words("key at fold")
 """Steps that make other keys from other numbers."""
 ANY = "any", None
 """The step of keys of which it is not known how they are made from another one."""
@@ -101,15 +109,24 @@ def follow_keys(
     numbers is a use too.
     """
     keys = _keys_of(relations)
-    # whether a key may be hidden in other numbers
-    hides_key = [is_drawn(relation) and not _keys_of([relation]) for relation in relations]
     is_draw = site.name in DRAWS
-    if is_draw and hides_key[0]:
-        return unknown_results(site, relations, "reused")
+    if is_draw and is_drawn(relations[0]) and not _keys_of(relations[:1]):
+        return unknown_results(site, relations, "hidden")
     if relations and isinstance(relations[0], Split) and draws_together(site.whole_eqn):
         return unknown_results(site, relations, "keys")
     for_rows = is_draw and any(isinstance(result, Split) for result in results)
-    is_key = [isinstance(result, Same) and _holds_keys(site, i) for i, result in enumerate(results)]
+    passes_keys = is_draw or (
+        site.name in PASSES_KEYS
+        # else the result may be a constant, or the key that is hidden in other numbers
+        and all(
+            _keys_of([relation]) if _holds_keys(atom) else not is_drawn(relation)
+            for atom, relation in zip(site.whole_eqn.invars, relations, strict=True)
+        )
+    )
+    is_key = [
+        passes_keys and isinstance(result, Same) and _holds_keys(atom)
+        for atom, result in zip(site.whole_eqn.outvars, results, strict=True)
+    ]
     is_read = not is_draw and not all(is_key)
     if site.name == "random_bits" or for_rows or is_read:
         use = tuple(map(id, (*site.callers, site.whole_eqn)))
@@ -126,8 +143,7 @@ def follow_keys(
     followed = []
     for i, result in enumerate(results):
         if isinstance(result, Same):
-            keeps_path = is_key[i] and (is_draw or not any(hides_key))
-            result_keys = keys if keeps_path else ()
+            result_keys = keys if is_key[i] else ()
             if site.name not in KEEPS_KEYS:
                 result_keys = [(*key, _step(site, relations, key, i)) for key in result_keys]
             result = dataclasses.replace(result, keys=frozenset(result_keys))
@@ -204,9 +220,12 @@ def _keys_of(relations: Sequence[Relation]) -> frozenset[KeyPath]:
 
 
 def one_of_keys(a: frozenset[KeyPath], b: frozenset[KeyPath]) -> frozenset[KeyPath]:
-    """Return the keys of a value that has the keys `a` or the keys `b`, or keys made from them."""
-    if a == b:
-        return a
+    """Return the keys of a value that has the keys `a` or the keys `b`, or keys made from them.
+
+    Empty if one value may be no key, which is the same in all pieces, or a hidden one.
+    """
+    if a == b or not (a and b):
+        return a & b
     several = len(a) > 1 or len(b) > 1 or any(MANY in key for key in a | b)
     step = MANY if several else ANY
     shortest = min(a | b, key=len)
@@ -215,7 +234,7 @@ def one_of_keys(a: frozenset[KeyPath], b: frozenset[KeyPath]) -> frozenset[KeyPa
     return frozenset([root if root[-1:] == (step,) else (*root, step)])
 
 
-def _holds_keys(site: EquationPair, i: int) -> bool:
-    """Return whether a result may be a key, or its bits."""
-    dtype = site.whole_eqn.outvars[i].aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
+def _holds_keys(atom: Any) -> bool:
+    """Return whether a value may be a key, or its bits."""
+    dtype = atom.aval.dtype
     return dtype == jnp.uint32 or jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -24,11 +24,11 @@ from shardopt.separability._relations import (
     scaled,
     sizes_of_dim,
 )
-from shardopt.trace._primitives import IDENTITIES
+from shardopt.trace._primitives import IDENTITIES, words
 
 LINEAR = IDENTITIES | {"neg", "real", "imag", "conj"}
 """f(r a) = r f(a), and f(a + b) = f(a) + f(b)."""
-ADDITIVE = frozenset(["add", "sub", "add_any", "complex"])
+ADDITIVE = words("add sub add_any complex")
 """f(a + c, b + d) = f(a, b) + f(c, d), and f(r a, r b) = r f(a, b)."""
 SELECT = "select_n"
 

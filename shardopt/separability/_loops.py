@@ -38,7 +38,7 @@ from shardopt.separability._relations import (
 from shardopt.separability._table import checked
 from shardopt.trace._jaxprs import CHECKPOINTS, open_jaxpr
 from shardopt.trace._parts import reached_from
-from shardopt.trace._primitives import library_name
+from shardopt.trace._primitives import library_name, words
 from shardopt.trace._walk import scan_parts, while_parts
 
 CALLS = frozenset(["jit", *CHECKPOINTS])
@@ -196,7 +196,7 @@ def cond(proof: ProofSettings, site: EquationPair, relations: list[Relation]) ->
 
 # --- scans that take one row a turn ---------------------------------------------------------------
 
-ADDING = frozenset(["add", "add_any", "sub", "scatter-add"])
+ADDING = words("add add_any sub scatter-add")
 
 
 def _scan_over_rows(

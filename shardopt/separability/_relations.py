@@ -262,6 +262,10 @@ REASONS = {
         "one random key gives numbers for each row, and is used once more. Split it with"
         " jax.random.split before."
     ),
+    "hidden": (
+        "devices may have this random key in common. Make it of the key of the loss, with"
+        " jax.random.split or jax.random.fold_in."
+    ),
     "keys": (
         "jax draws numbers for several keys of this implementation together, not key by key. Use"
         ' jax.random.key(seed, impl="threefry2x32").'

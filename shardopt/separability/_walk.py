@@ -359,26 +359,30 @@ def _linear_solve(
         return proof.relate(site, jaxprs[0], jaxprs[1], [*consts[name], *operands])
 
     solution = follow("solve", right_sides)
-    sides = resolve_numbers(site, relations)[start:]
+    # rows of a product may stand for equal rows of a right side
+    sides = [
+        as_split(site, side, start + i)
+        for i, side in enumerate(resolve_numbers(site, relations)[start:])
+    ]
     for name in ("matvec", "vecmat"):
         products = follow(name, solution)
-        # rows of a product may stand for equal rows of a right side
-        solves = all(
-            derivatives.implies(site, product, side)
-            or derivatives.implies(site, product, as_split(site, side, start + i))
-            for i, (product, side) in enumerate(zip(products, sides, strict=True))
-        )
+        solves = all(derivatives.implies(site, *pair) for pair in zip(products, sides, strict=True))
         # tangents have the relation of products, where a right side may be known numbers
         if not solves or not products == solution == follow("solve", products):
             return unknown_results(site, products)
-    # A product has the relation of the solution, and jax transposes the tangents of products. It
-    # also transposes the tangents of a jvp rule, so this does not depend on `proof.training`.
-    cotangents = [
-        derivatives.derivative_relation(site, solved, site.result_shapes(i))
-        for i, solved in enumerate(solution)
-    ]
-    results = follow("transpose_solve", cotangents)
-    if not all(derivatives.implies(site, *pair) for pair in zip(results, cotangents, strict=True)):
+
+    # Jax transposes the tangents of products. It also transposes the tangents of a jvp rule, so this
+    # does not depend on `proof.training`.
+    def cotangents(values: list[Relation]) -> list[Relation]:
+        return [
+            derivatives.derivative_relation(site, value, site.result_shapes(i))
+            for i, value in enumerate(values)
+        ]
+
+    results = follow("transpose_solve", cotangents(solution))
+    if not all(
+        derivatives.implies(site, *pair) for pair in zip(results, cotangents(sides), strict=True)
+    ):
         return unknown_results(site, results, "backward")
     return solution
 

@@ -431,7 +431,23 @@ def in_a_jvp_rule(transpose: Any) -> Any:
     return lambda p, b: jnp.mean(same(errors(p, b)) * b["x"][:, 0])
 
 
+def without_its_side(side: Any) -> Any:
+    """Return an error whose solver returns a parameter, whatever its right side is."""
+
+    def loss(p: Any, b: Any) -> jax.Array:
+        solution = jax.lax.custom_linear_solve(
+            lambda x: x,
+            side(p, b),
+            lambda _, right: p["scale"][0] * 1.0,
+            lambda _, cotangent: cotangent,
+        )
+        return jnp.mean(solution * b["x"][:, 0])
+
+    return loss
+
+
 SOLVERS = cases({
+    "a mean that is not used": without_its_side(lambda p, b: jnp.mean(errors(p, b))),
     "ones, transposed plus a mean": of_ones(lambda x: x + jnp.mean(x)),
     "ones, transposed times the rows": of_ones(lambda x: x * x.shape[0]),
     "ones, transposed and clipped": of_ones(lambda x: jnp.clip(x, -0.01, 0.01)),

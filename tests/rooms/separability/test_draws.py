@@ -312,6 +312,51 @@ REUSED = {
     ),
 }
 """Losses that use one key twice. The mean over keys differs, although each term is right alone."""
+
+
+def by_rows(key_of):
+    """Return a loss that draws a number for each row from a key."""
+    return lambda p, b, rng: jnp.mean(b["x"][:, 0] * uniform(key_of(p, rng), (rows(b),)))
+
+
+def in_one_of_two(key_of):
+    """Return the mean over rows of numbers of a key or, by a parameter, of another one."""
+    return by_rows(lambda p, rng: jax.lax.cond(p["w"][0] > 0, lambda: key_of(rng), lambda: rng))
+
+
+def with_bits(change):
+    return by_rows(lambda p, rng: jax.random.wrap_key_data(change(p, jax.random.key_data(rng))))
+
+
+ZERO_KEY = np.zeros(2, np.uint32)
+NO_KEYS_OF_A_DEVICE = {
+    "a constant one in one of two branches": in_one_of_two(lambda _: jax.random.key(0)),
+    "a hidden one in one of two branches": in_one_of_two(
+        lambda rng: hidden(*jax.random.split(rng))
+    ),
+    "a constant one that is chosen": with_bits(
+        lambda p, bits: jnp.where(p["w"][0] > 0, ZERO_KEY, bits)
+    ),
+    "a constant one after turns": by_rows(
+        lambda p, rng: jax.lax.fori_loop(
+            0, p["w"][0].astype(int), lambda i, key: jax.random.key(0), rng
+        )
+    ),
+    "a constant one of a list": with_bits(
+        lambda p, bits: jax.lax.dynamic_index_in_dim(
+            jnp.stack([ZERO_KEY, bits]), p["w"][0].astype(int), keepdims=False
+        )
+    ),
+    "bits that a mask removes": with_bits(lambda p, bits: bits & p["w"][0].astype(jnp.uint32)),
+    "bits times a number": with_bits(lambda p, bits: bits * p["w"][0].astype(jnp.uint32)),
+    "bits that are sorted": with_bits(lambda p, bits: jnp.sort(bits)),
+    "bits that are shifted": with_bits(lambda p, bits: bits >> 31),
+    "a draw of few numbers": by_rows(
+        lambda p, rng: jax.random.fold_in(jax.random.key(0), jax.random.bits(rng) & 1)
+    ),
+    "a seed of few numbers": by_rows(lambda p, rng: jax.random.key(jax.random.bits(rng) & 1)),
+}
+"""Losses whose rows draw from a key that may be the same on all devices."""
 OWN = {
     "a rate for each row": masked(lambda r, m, b: uniform(m, (rows(b),)) < uniform(r, (rows(b),))),
     "a key for each row": masked(
@@ -402,6 +447,14 @@ scaled_by_all_rows.defvjp(
     lambda w, x: (w * jnp.mean(x), so.losses.batch_sum(x) / x.shape[0]),
     lambda mean, ct: (ct * mean, None),
 )
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", NO_KEYS_OF_A_DEVICE)
+def test_rows_do_not_draw_from_a_key_that_devices_may_share(name):
+    problem = mixing(NO_KEYS_OF_A_DEVICE[name])
+    assert problem is not None
+    assert problem.reason.startswith("devices may have this random key in common.")
 
 
 @pytest.mark.fast
