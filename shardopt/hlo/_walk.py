@@ -8,7 +8,6 @@ from typing import NamedTuple
 from shardopt.core import value_error
 from shardopt.hlo._hlo_text import Instruction, Module, attributes, operands, root_of
 from shardopt.pipeline import Schedule
-from shardopt.trace._marks import ONE_TURN
 
 KINDS = (
     "all-gather",
@@ -283,21 +282,18 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
     None if the text does not contain it as a constant.
 
     XLA:CPU and XLA:GPU write it on the loop. XLA:TPU does not, so it is computed from the loop's
-    counter: its start, its increment and the bound of the comparison. A loop named `ONE_TURN` hides
-    the constant from XLA, and has one iteration.
+    counter: its start, its increment and the bound of the comparison. A loop that turns once at the
+    most counts as one iteration, as a branch counts as taken.
     """
     known = _KNOWN.search(loop.arguments)
     if known:
         return int(known[1])
-    if _NAMED.search(loop.arguments):
-        return 1
     try:
         return _counted(module, computation, loop)
     except _UnknownError:
         return None
 
 
-_NAMED = re.compile(rf'op_name="[^"]*/{ONE_TURN}/while"')
 _KNOWN = re.compile(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)')
 _TRANSPARENT = ("bitcast", "convert", "copy")
 
@@ -312,13 +308,26 @@ def _counted(module: Module, computation: str, loop: Instruction) -> int:
     condition, body = (_root(module, words[key].lstrip("%")) for key in ("condition", "body"))
     counter, end, upwards = _limit(module, condition)
     initial = _Reference(computation, operands(loop)[0])
-    start, step = (
-        _linear(module, _tuple_element(module, state, counter)) for state in (initial, body)
-    )
+
+    def before_and_after(slot: int) -> tuple[_Linear, _Linear]:
+        first, last = (_linear(module, _tuple_element(module, at, slot)) for at in (initial, body))
+        if first.slot is not None or last.slot != slot:
+            raise _UnknownError
+        return first, last
+
+    start, step = before_and_after(counter)
+    if end.slot is not None:
+        bound, change = before_and_after(end.slot)
+        if change.plus:
+            raise _UnknownError
+        end = bound._replace(plus=bound.plus + end.plus)
     counts_towards_end = step.plus > 0 if upwards else step.plus < 0
-    if start.slot is not None or step.slot != counter or not counts_towards_end:
+    if start.is_most or step.is_most or not counts_towards_end:
         raise _UnknownError
-    return len(range(start.plus, end, step.plus))
+    turns = len(range(start.plus, end.plus, step.plus))
+    if end.is_most and not (upwards and turns == 1):
+        raise _UnknownError
+    return turns
 
 
 class _Reference(NamedTuple):
@@ -332,13 +341,16 @@ class _Reference(NamedTuple):
 
 
 class _Linear(NamedTuple):
-    """Element `slot` of the loop's state (None: zero) plus the constant `plus`."""
+    """Element `slot` of the loop's state (None: zero) plus the constant `plus`; or `is_most`, a
+    number that is not larger.
+    """
 
     slot: int | None
     plus: int
+    is_most: bool = False
 
 
-def _limit(module: Module, condition: _Reference) -> tuple[int, int, bool]:
+def _limit(module: Module, condition: _Reference) -> tuple[int, _Linear, bool]:
     """Return the counter of a loop as an element of its state, the number at which the loop ends,
     and whether it turns below that number, or above.
     """
@@ -349,9 +361,9 @@ def _limit(module: Module, condition: _Reference) -> tuple[int, int, bool]:
     lhs, rhs = (_linear(module, operand) for operand in compared)
     if lhs.slot is None:  # put the counter on the left
         lhs, rhs, direction = rhs, lhs, MIRRORED.get(direction, "")
-    if lhs.slot is None or lhs.plus or rhs.slot is not None or direction not in MIRRORED:
+    if lhs.slot is None or lhs.plus or direction not in MIRRORED:
         raise _UnknownError
-    end = rhs.plus + {"LE": 1, "GE": -1}.get(direction, 0)
+    end = rhs._replace(plus=rhs.plus + {"LE": 1, "GE": -1}.get(direction, 0))
     return lhs.slot, end, direction in ("LT", "LE")
 
 
@@ -381,7 +393,10 @@ def _linear(module: Module, reference: _Reference) -> _Linear:
     if line.opcode == "add":
         lhs, rhs = (_linear(module, operand) for operand in inputs)
         if None in (lhs.slot, rhs.slot):
-            return _Linear(rhs.slot if lhs.slot is None else lhs.slot, lhs.plus + rhs.plus)
+            slot = rhs.slot if lhs.slot is None else lhs.slot
+            return _Linear(slot, lhs.plus + rhs.plus, lhs.is_most or rhs.is_most)
+    if line.opcode == "minimum" and (bound := _linear(module, inputs[1])).slot is None:
+        return bound._replace(is_most=True)
     raise _UnknownError
 
 

@@ -2,7 +2,6 @@
 what later passes need.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -25,7 +24,6 @@ from shardopt.pipeline._messages import (
 )
 from shardopt.pipeline._schedule import Schedule
 from shardopt.remat._split_backward import Passes, floating, rematerialised, split_backward
-from shardopt.trace._marks import ONE_TURN
 
 C = TypeVar("C")
 
@@ -434,10 +432,8 @@ def _loop_over_blocks(
         return jax.lax.scan(scan_step, carry, jnp.arange(size), reverse=reverse)[0]
     # The loop ends with the chunk. If XLA knew that a loop turns once, it would dissolve the loop
     # and copy whole ring buffers into other layouts. XLA does not know that m >= 0, so it cannot
-    # tell that `end` is 1. The scope ONE_TURN names such a loop for tools that read the program.
-    is_single = isinstance(size, int)
-    end = jnp.minimum(chunk.micro_batch, 0) + 1 if is_single else size
-    with jax.named_scope(ONE_TURN) if is_single else contextlib.nullcontext():
-        return jax.lax.fori_loop(
-            0, end, lambda i, carry: run_block(end - 1 - i if reverse else i, carry), carry
-        )
+    # tell that `end` is 1. Tools that read the program can tell that it is no more (`trip_count`).
+    end = jnp.minimum(chunk.micro_batch, 0) + 1 if isinstance(size, int) else size
+    return jax.lax.fori_loop(
+        0, end, lambda i, carry: run_block(end - 1 - i if reverse else i, carry), carry
+    )

@@ -60,10 +60,6 @@ BLOCK_INPUT = "shardopt_block_input"
 """Named values: the input of a block."""
 LOOKED_UP = "embedding"
 """Named values: the rows that `so.nn.embedding` looked up."""
-ONE_TURN = "one_turn"
-"""The `jax.named_scope` of a loop of one iteration. XLA must not know this, because it would remove
-the loop.
-"""
 
 
 class Mark(NamedTuple):

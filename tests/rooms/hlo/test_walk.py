@@ -95,9 +95,6 @@ def count(**changes):
         # what XLA wrote down is believed
         ({"known": ', backend_config={"known_trip_count":{"n":"12"}}'}, 12),
         ({"known": ', backend_config="{\\"known_trip_count\\":{\\"n\\":\\"12\\"}}"'}, 12),
-        # and what shardopt named, but not what stands in it
-        ({"known": ', metadata={op_name="jit(f)/one_turn/while"}'}, 1),
-        ({"known": ', metadata={op_name="jit(f)/one_turn/while/body/while"}'}, 7),
     ],
 )
 def test_conditions_give_trip_counts(changes, trips):
@@ -118,6 +115,67 @@ def test_conditions_give_trip_counts(changes, trips):
 )
 def test_what_cannot_be_followed_is_unknown(changes):
     assert count(**changes) is None
+
+
+CARRIED = """HloModule m
+
+%body (state: (s32[], s32[])) -> (s32[], s32[]) {{
+  %state = (s32[], s32[]) parameter(0)
+  %counter = s32[] get-tuple-element(%state), index=0
+  %end = s32[] get-tuple-element(%state), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%counter, %one)
+  ROOT %out = (s32[], s32[]) tuple(%next, {end})
+}}
+
+%condition (state: (s32[], s32[])) -> pred[] {{
+  %state = (s32[], s32[]) parameter(0)
+  %counter = s32[] get-tuple-element(%state), index=0
+  %end = s32[] get-tuple-element(%state), index=1
+  ROOT %go = pred[] compare(%counter, %end), direction={direction}
+}}
+
+%end_of (x: s32[]) -> s32[] {{
+  %x = s32[] parameter(0)
+  %most = s32[] constant({most})
+  %one = s32[] constant(1)
+  %min = s32[] {function}(%x, %most)
+  ROOT %add = s32[] add(%min, %one)
+}}
+
+ENTRY %main (p: s32[]) -> (s32[], s32[]) {{
+  %p = s32[] parameter(0)
+  %zero = s32[] constant(0)
+  %bound = s32[] fusion(%p), kind=kLoop, calls=%end_of
+  %initial = (s32[], s32[]) tuple({start}, %bound)
+  ROOT %loop = (s32[], s32[]) while(%initial), condition=%condition, body=%body
+}}
+"""
+AT_MOST_ONCE = {
+    "end": "%end",
+    "direction": "LT",
+    "most": "0",
+    "function": "minimum",
+    "start": "%zero",
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "trips"),
+    [
+        ({}, 1),
+        ({"most": "1"}, None),  # once or twice
+        ({"direction": "LE"}, None),
+        ({"direction": "GT"}, None),
+        ({"function": "maximum"}, None),
+        ({"end": "%next"}, None),  # the end moves
+        ({"start": "%bound"}, None),
+        ({"start": "%p"}, None),
+    ],
+)
+def test_a_loop_that_turns_once_at_the_most_turns_once(changes, trips):
+    module = parse(CARRIED.format(**AT_MOST_ONCE | changes))
+    assert trip_count(module, "main", module.computations["main"][-1]) == trips
 
 
 def test_a_start_that_is_an_input_is_unknown():
