@@ -309,25 +309,22 @@ def _counted(module: Module, computation: str, loop: Instruction) -> int:
     counter, end, upwards = _limit(module, condition)
     initial = _Reference(computation, operands(loop)[0])
 
-    def before_and_after(slot: int) -> tuple[_Linear, _Linear]:
-        first, last = (_linear(module, _tuple_element(module, at, slot)) for at in (initial, body))
-        if first.slot is not None or last.slot != slot:
-            raise _UnknownError
-        return first, last
+    def carried(slot: int) -> list[_Linear]:
+        """Return an element of the loop's state before the loop, and after a turn."""
+        return [_linear(module, _tuple_element(module, at, slot)) for at in (initial, body)]
 
-    start, step = before_and_after(counter)
-    if end.slot is not None:
-        bound, change = before_and_after(end.slot)
-        if change.plus:
-            raise _UnknownError
-        end = bound._replace(plus=bound.plus + end.plus)
+    start, step = carried(counter)
     counts_towards_end = step.plus > 0 if upwards else step.plus < 0
-    if start.is_most or step.is_most or not counts_towards_end:
+    if start.slot is not None or step.slot != counter or not counts_towards_end:
         raise _UnknownError
-    turns = len(range(start.plus, end.plus, step.plus))
-    if end.is_most and not (upwards and turns == 1):
-        raise _UnknownError
-    return turns
+    if end.slot is None:
+        return len(range(start.plus, end.plus, step.plus))
+    bound, after = carried(end.slot)
+    is_same_end = after == _Linear(end.slot, 0) and bound.slot == AT_MOST
+    turns_once = upwards and start.plus < bound.plus + end.plus <= start.plus + step.plus
+    if is_same_end and turns_once:
+        return 1
+    raise _UnknownError
 
 
 class _Reference(NamedTuple):
@@ -341,13 +338,13 @@ class _Reference(NamedTuple):
 
 
 class _Linear(NamedTuple):
-    """Element `slot` of the loop's state (None: zero) plus the constant `plus`; or `is_most`, a
-    number that is not larger.
-    """
+    """Element `slot` of the loop's state (None: zero; AT_MOST: zero or less) plus `plus`."""
 
     slot: int | None
     plus: int
-    is_most: bool = False
+
+
+AT_MOST = -1
 
 
 def _limit(module: Module, condition: _Reference) -> tuple[int, _Linear, bool]:
@@ -361,7 +358,7 @@ def _limit(module: Module, condition: _Reference) -> tuple[int, _Linear, bool]:
     lhs, rhs = (_linear(module, operand) for operand in compared)
     if lhs.slot is None:  # put the counter on the left
         lhs, rhs, direction = rhs, lhs, MIRRORED.get(direction, "")
-    if lhs.slot is None or lhs.plus or direction not in MIRRORED:
+    if lhs.slot in (None, AT_MOST) or lhs.plus or direction not in MIRRORED:
         raise _UnknownError
     end = rhs._replace(plus=rhs.plus + {"LE": 1, "GE": -1}.get(direction, 0))
     return lhs.slot, end, direction in ("LT", "LE")
@@ -393,10 +390,9 @@ def _linear(module: Module, reference: _Reference) -> _Linear:
     if line.opcode == "add":
         lhs, rhs = (_linear(module, operand) for operand in inputs)
         if None in (lhs.slot, rhs.slot):
-            slot = rhs.slot if lhs.slot is None else lhs.slot
-            return _Linear(slot, lhs.plus + rhs.plus, lhs.is_most or rhs.is_most)
+            return _Linear(rhs.slot if lhs.slot is None else lhs.slot, lhs.plus + rhs.plus)
     if line.opcode == "minimum" and (bound := _linear(module, inputs[1])).slot is None:
-        return bound._replace(is_most=True)
+        return bound._replace(slot=AT_MOST)
     raise _UnknownError
 
 

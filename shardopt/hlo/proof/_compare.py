@@ -41,6 +41,8 @@ MAX_NUMBERS = 1 << 29
 """A program is interpreted if it computes at most so many numbers, on all devices together and in
 all turns of loops.
 """
+MOST_CHANGED = 16
+"""So many choices of a draw are made otherwise, to see whether they matter."""
 NOT_ROUNDED = 1e-6
 """An update is compared relative to itself, if it is more than this part of its largest number."""
 
@@ -156,21 +158,37 @@ class Reference:
 
     @functools.cached_property
     def draws(self) -> tuple[int, ...]:
-        """The draws for which all results are finite.
+        """The draws that are compared: all results are finite.
 
         Further ones are added while a choice of the program is always made in the same way.
         """
         count = self.drawn.num_draws
-        draws = [draw for draw in range(count) if all(map(_tells, self.results(draw)))]
-        # Each further draw must take a side of some choice that no draw before it took.
-        for draw in range(count, count + len(STEERED)):
-            before = self.sides.one_sided
-            if not before:
+        draws: list[int] = []
+        taken = self.sides.taken
+        for draw in range(count + len(STEERED)):
+            # Each further draw must take a side of some choice that no draw before it took.
+            if draw >= count and not (draws and self.sides.one_sided):
                 break
-            is_finite = all(map(_tells, self.results(draw)))
-            if is_finite and self.sides.one_sided != before:
+            before = {choice: set(sides) for choice, sides in taken.items()}
+            results = self.results(draw)
+            reached = [choice for choice in taken if taken[choice] != before[choice]]
+            is_finite = all(map(_tells, results))
+            if not is_finite:
+                # Only some results are compared, so a side counts if one of these depends on it.
+                tried = reached[:MOST_CHANGED] if draw >= count else []
+                reached = [choice for choice in tried if self._matters(choice, draw)]
+                taken |= {choice: before[choice] for choice in taken if choice not in reached}
+            if reached or (is_finite and draw < count):
                 draws.append(draw)
         return tuple(draws)
+
+    def _matters(self, choice: tuple[str, str], draw: int) -> bool:
+        """Return whether a finite result of a draw is another one if a choice is made otherwise."""
+        self.interpreter.changed = choice
+        others = self.interpreter.run(self.arguments(draw))
+        self.interpreter.changed = None
+        pairs = zip(self.results(draw), others, strict=True)
+        return any(_tells(result) and not np.array_equal(result, other) for result, other in pairs)
 
     def values(self, draw: int) -> Recorded:
         """Return the value of each instruction."""
@@ -238,6 +256,8 @@ def _difference(
         return ResultDifference(error.instruction, f"{error.reason}.")
     errors = [
         _error(shards, sharding_text(sharding, target.ndim, interpreter.num_devices), target, scale)
+        if _tells(target)
+        else 0.0
         for shards, sharding, target, scale in zip(results, outputs, expected, scales, strict=True)
     ]
     if all(error <= TOLERANCE for error in errors):

@@ -389,7 +389,7 @@ class Derivation:
         if faults:
             return faulty(line.shape, faults)
         if any(operand.parts for operand in operands):
-            raise Unproved("devices send each other buckets of different pieces.")
+            return self._exchanged_buckets(line, operands)
         groups = self._groups(line)
         common, values = _rules.unified_operands(operands)
         kinds = {(h.kind, h.at) for value in values for h in value.hidden}
@@ -401,6 +401,14 @@ class Derivation:
         received = _collectives.exchanged(stacked, 0, groups)
         element = DerivedValue(operands[0].shape, received.dims[1:], received.hidden)
         return (element,) * n
+
+    def _exchanged_buckets(self, line: Line, operands: Sequence[DerivedValue]) -> Result:
+        """Return the result of an exchange of buckets, each piece with the same piece of the others."""
+        buckets = [operand.parts or () for operand in operands]
+        if len({tuple(part.shape for part in parts) for parts in buckets}) > 1:
+            raise Unproved("devices send each other buckets of different pieces.")
+        exchanged = [self._tuple_all_to_all(line, pieces) for pieces in zip(*buckets, strict=True)]
+        return tuple(operands[0]._replace(parts=parts) for parts in zip(*exchanged, strict=True))
 
 
 _IDENTITIES = words(

@@ -16,8 +16,10 @@ SCALES = (1.0, 0.05, 4.0)
 """Arguments are drawn at least so often, each time with numbers of this size: clipping takes both
 of its branches, and functions are read outside of [-1, 1].
 """
-STEERED = (40.0, 1e-3, 400.0, 1e-5)
-"""Further sizes, drawn while a branch is not taken."""
+STEERED = (40.0, 1e-3, 400.0, 1e-5, np.nan)
+"""Further sizes, drawn while a branch is not taken. The last makes parameters and batches NaN: some
+choices keep what is finite.
+"""
 MOST_DRAWS = 10
 FEW = 8
 """Whole numbers of a batch are below this if nothing is indexed by them."""

@@ -82,6 +82,7 @@ class Interpreter:
         no limit.
       moved: constants that are replaced, by their numbers.
       watch: called with the computation, the instruction and its value after each step.
+      changed: the computation and the name of a predicate that is inverted; None is none.
       replicas: the number of replicas.
       partitions: the number of partitions of each replica.
       computed: how many numbers are computed so far.
@@ -91,6 +92,7 @@ class Interpreter:
     limit: int | None = None
     moved: dict[float, float] = field(default_factory=dict)
     watch: Callable[[str, Instruction, InterpretedValue], object] | None = None
+    changed: tuple[str, str] | None = None
     replicas: int = field(init=False)
     partitions: int = field(init=False)
     computed: int = field(init=False, default=0)
@@ -160,6 +162,8 @@ class Interpreter:
                 value = step(devices, operands)
             except (ValueError, IndexError, TypeError, KeyError) as error:
                 raise CannotInterpretError(instruction, str(error)) from error
+            if (name, instruction.name) == self.changed:
+                value = ~value
             values.append(value)
             # Counted as it runs: turns of loops are known only then.
             self.computed += 0 if instruction.opcode in _PASSED else _size(value)

@@ -21,7 +21,7 @@ Apply = Callable[[Line, Sequence[DerivedValue]], DerivedValue]
 BY_ELEMENT = words(
     "add subtract multiply divide maximum minimum negate convert copy select compare and or not abs"
     " sign sqrt rsqrt exponential log tanh power floor ceil round-nearest-even clamp"
-    " reduce-precision is-finite"
+    " reduce-precision is-finite bitcast-convert"
 )
 
 
@@ -48,7 +48,7 @@ def by_parts(line: Line, values: Sequence[DerivedValue], apply: Apply) -> Derive
     value = next(value for value in values if value.parts)
     dim = along(value)
     parts = value.parts or ()
-    if line.opcode in BY_ELEMENT:
+    if line.opcode in BY_ELEMENT and line.dims == value.shape:
         columns = [_split(other, value, dim) for other in values]
         results = []
         for i, part in enumerate(parts):

@@ -540,6 +540,122 @@ def test_an_all_to_all_behind_a_transpose_is_derived_along_one_dim(text, dim):
     assert problem_of(changed(text, "{{0,1,2,3}}", "{{1,0,2,3}}"), split).instruction == "received"
 
 
+def bits_of_buckets(bits: str = "u32[2,8]", gathered: str = "u32[8,8]") -> str:
+    """Return a program that gathers rows as bits, in one bucket with copies."""
+    return f"""ENTRY %main (x: f32[2,4], w: f32[2,4]) -> f32[8,4] {{
+  %x = f32[2,4]{{1,0}} parameter(0), sharding={{devices=[4,1]<=[4]}}
+  %w = f32[2,4]{{1,0}} parameter(1), sharding={{replicated}}
+  %bucket = f32[2,8]{{1,0}} concatenate(%x, %w), dimensions={{1}}
+  %bits = {bits} bitcast-convert(%bucket)
+  %all = {gathered} all-gather(%bits), replica_groups={{{{0,1,2,3}}}}, use_global_device_ids=true, channel_id=1, dimensions={{0}}
+  %numbers = f32[8,8]{{1,0}} bitcast-convert(%all)
+  ROOT %r = f32[8,4]{{1,0}} slice(%numbers), slice={{[0:8], [0:4]}}
+}}
+"""
+
+
+WRITTEN_ROWS = """ENTRY %main (x: f32[8,4], w: f32[2,4]) -> f32[8,4] {
+  %x = f32[8,4]{1,0} parameter(0)
+  %w = f32[2,4]{1,0} parameter(1)
+  ROOT %r = f32[8,4]{1,0} copy(%x)
+}
+"""
+SUM_OF_BITS = """ENTRY %main (x: f32[2,4], w: f32[4]) -> f32[4] {
+  %x = f32[2,4]{1,0} parameter(0), sharding={devices=[4,1]<=[4]}
+  %w = f32[4]{0} parameter(1), sharding={replicated}
+  %zero = f32[] constant(0)
+  %local = f32[4]{0} reduce(%x, %zero), dimensions={0}, to_apply=%sum
+  %bucket = f32[8]{0} concatenate(%local, %w), dimensions={0}
+  %bits = u32[8]{0} bitcast-convert(%bucket)
+  %total = u32[8]{0} all-reduce(%bits), replica_groups={{0,1,2,3}}, use_global_device_ids=true, channel_id=1, to_apply=%sum
+  %numbers = f32[8]{0} bitcast-convert(%total)
+  ROOT %r = f32[4]{0} slice(%numbers), slice={[0:4]}
+}
+"""
+
+
+def test_bits_of_a_bucket_are_rows_and_no_sums():
+    text = bits_of_buckets()
+    assert proof_of(text).verdict == "derived"
+    assert proof_of(text, COPIES, WRITTEN_ROWS).verdict == "proved"
+    assert problem_of(changed(text, "{{0,1,2,3}}", "{{1,0,2,3}}")).instruction == "all"
+    # two numbers for one: the bits are no elements of the bucket
+    (unknown,) = proof_of(bits_of_buckets("u16[2,8,2]", "u16[8,8,2]")).unknown
+    assert unknown.instruction == "bits"
+    # the bits of terms are no terms
+    (unknown,) = proof_of(SUM_OF_BITS).unknown
+    assert unknown.instruction == "total"
+
+
+EXCHANGED_BUCKETS = """ENTRY %main (x: f32[2,8], y: f32[8,4]) -> (f32[8,2], f32[2,16]) {
+  %x = f32[2,8]{1,0} parameter(0), sharding={devices=[4,1]<=[4]}
+  %y = f32[8,4]{1,0} parameter(1), sharding={devices=[1,4]<=[4]}
+  %x0 = f32[2,2]{1,0} slice(%x), slice={[0:2], [0:2]}
+  %y0 = f32[2,4]{1,0} slice(%y), slice={[0:2], [0:4]}
+  %b0 = f32[2,6]{1,0} concatenate(%x0, %y0), dimensions={1}
+  %x1 = f32[2,2]{1,0} slice(%x), slice={[0:2], [2:4]}
+  %y1 = f32[2,4]{1,0} slice(%y), slice={[2:4], [0:4]}
+  %b1 = f32[2,6]{1,0} concatenate(%x1, %y1), dimensions={1}
+  %x2 = f32[2,2]{1,0} slice(%x), slice={[0:2], [4:6]}
+  %y2 = f32[2,4]{1,0} slice(%y), slice={[4:6], [0:4]}
+  %b2 = f32[2,6]{1,0} concatenate(%x2, %y2), dimensions={1}
+  %x3 = f32[2,2]{1,0} slice(%x), slice={[0:2], [6:8]}
+  %y3 = f32[2,4]{1,0} slice(%y), slice={[6:8], [0:4]}
+  %b3 = f32[2,6]{1,0} concatenate(%x3, %y3), dimensions={1}
+  %sent = (f32[2,6]{1,0}, f32[2,6]{1,0}, f32[2,6]{1,0}, f32[2,6]{1,0}) all-to-all(%b0, %b1, %b2, %b3), channel_id=1, replica_groups={{0,1,2,3}}
+  %r0 = f32[2,6]{1,0} get-tuple-element(%sent), index=0
+  %p0 = f32[2,2]{1,0} slice(%r0), slice={[0:2], [0:2]}
+  %q0 = f32[2,4]{1,0} slice(%r0), slice={[0:2], [2:6]}
+  %r1 = f32[2,6]{1,0} get-tuple-element(%sent), index=1
+  %p1 = f32[2,2]{1,0} slice(%r1), slice={[0:2], [0:2]}
+  %q1 = f32[2,4]{1,0} slice(%r1), slice={[0:2], [2:6]}
+  %r2 = f32[2,6]{1,0} get-tuple-element(%sent), index=2
+  %p2 = f32[2,2]{1,0} slice(%r2), slice={[0:2], [0:2]}
+  %q2 = f32[2,4]{1,0} slice(%r2), slice={[0:2], [2:6]}
+  %r3 = f32[2,6]{1,0} get-tuple-element(%sent), index=3
+  %p3 = f32[2,2]{1,0} slice(%r3), slice={[0:2], [0:2]}
+  %q3 = f32[2,4]{1,0} slice(%r3), slice={[0:2], [2:6]}
+  %columns = f32[8,2]{1,0} concatenate(%p0, %p1, %p2, %p3), dimensions={0}
+  %rows = f32[2,16]{1,0} concatenate(%q0, %q1, %q2, %q3), dimensions={1}
+  ROOT %r = (f32[8,2]{1,0}, f32[2,16]{1,0}) tuple(%columns, %rows)
+}
+"""
+WRITTEN_BUCKETS = """ENTRY %main (x: f32[8,8], y: f32[8,16]) -> (f32[8,8], f32[8,16]) {
+  %x = f32[8,8]{1,0} parameter(0)
+  %y = f32[8,16]{1,0} parameter(1)
+  ROOT %r = (f32[8,8]{1,0}, f32[8,16]{1,0}) tuple(%x, %y)
+}
+"""
+
+
+def test_buckets_that_devices_exchange_are_exchanged_by_pieces():
+    def verdict(text, written=""):
+        lowered = HEADER.replace(", num_partitions=4", "") + written if written else None
+        outputs = ["{devices=[1,4]<=[4]}", ROWS]
+        return prove(HEADER + text, outputs=outputs, mesh={"data": 4}, lowered=lowered).verdict
+
+    text = EXCHANGED_BUCKETS
+    assert verdict(text) == "derived"
+    assert verdict(text, WRITTEN_BUCKETS) == "proved"
+    assert verdict(changed(text, "{{0,1,2,3}}", "{{1,0,2,3}}")) == "wrong"
+    # a piece of another place, which has the same layout: the numbers tell
+    other = changed(text, "concatenate(%x1, %y1)", "concatenate(%x1, %y0)")
+    assert verdict(other) == "derived"
+    assert verdict(other, WRITTEN_BUCKETS) == "wrong"
+    # a bucket of other pieces, in as many elements
+    other = changed(text, "concatenate(%x1, %y1)", "concatenate(%y1, %x1)")
+    assert verdict(other) == "unknown"
+    assert verdict(other, WRITTEN_BUCKETS) == "wrong"
+    # an exchange of sums that are not complete does not complete them
+    other = changed(changed(text, "%y = ", "%unused = "), "  %x0", TERMS + "  %x0")
+    assert verdict(other) == "unknown"
+
+
+TERMS = """  %g = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  %y = f32[8,4]{1,0} slice(%g), slice={[0:8], [0:4]}
+"""
+
+
 def test_a_kernel_without_communication_is_a_function_of_whole_dims():
     kernel = 'custom-call(%ids), custom_call_target="tpu_custom_call"'
     text = changed(TOKENS, "slice(%x), slice={[0:1], [1:6]}", kernel.replace("%ids", "%x"))

@@ -180,7 +180,27 @@ def cast_sum(wrong):
     return run, (FLOATS,)
 
 
+def kept(wrong):
+    """A state that is kept if what comes is not finite."""
+
+    def run(batch, opt_state):
+        old = opt_state * 1.1 if wrong else opt_state
+        return jnp.where(jnp.isfinite(batch).all(), 0.9 * opt_state + batch, old)
+
+    return run, (FLOATS, FLOATS)
+
+
+def never_kept(wrong):
+    def run(batch, opt_state):
+        new = 0.9 * opt_state + batch
+        return new if wrong else jnp.where(jnp.isfinite(batch).all(), new, opt_state)
+
+    return run, (FLOATS, FLOATS)
+
+
 ROWS = {
+    "what is kept of a state": kept,
+    "nothing is kept of a state": never_kept,
     "index of a gather": looked_up,
     "index of a scatter": summed_into,
     "one-hot": one_hot,
@@ -208,7 +228,12 @@ ROWS = {
     "float16": cast,
     "a sum in float16": cast_sum,
 }
-QUICK = ["index of a gather", "MultiSteps of the other sign", "no update of 1e-8"]
+QUICK = [
+    "nothing is kept of a state",
+    "index of a gather",
+    "MultiSteps of the other sign",
+    "no update of 1e-8",
+]
 QUICK += ["index of a slice in one branch of three", "schedule after a branch"]
 
 
@@ -238,6 +263,20 @@ def test_a_choice_that_no_draw_makes_both_ways_is_not_proved():
     proof = proof_of(clipped(1e30, 1.0), wrong=False)
     assert (proof.verdict, len(proof.one_sided)) == ("agrees", 1)
     assert f"Only one side was taken of: {proof.one_sided[0]}." in str(proof)
+
+
+@pytest.mark.parametrize(
+    ("limit", "function"), [(1e30, jnp.negative), (100, lambda x: jnp.exp(x**2))]
+)
+def test_a_choice_is_not_seen_in_a_run_whose_results_are_not_finite(limit, function):
+    """One makes the other choice for NaN alone, one for numbers that overflow."""
+
+    def run(batch):
+        scale = jnp.where(jnp.sqrt(jnp.sum(batch**2)) < limit, 1.0, 2.0)
+        return function(batch) * scale
+
+    proof = proof_of(lambda wrong: (run, (FLOATS,)), wrong=False)
+    assert (proof.verdict, len(proof.one_sided)) == ("agrees", 1)
 
 
 def sum_of_rows():
