@@ -328,6 +328,21 @@ def summary(rows):
     return counts
 
 
+def table(rows):
+    """Return the table of the page."""
+    lines = [
+        "| fault | runs | same parameters | stopped, named, and went on | seconds to the stop |"
+    ]
+    lines.append("|---|---:|---:|---:|---:|")
+    for kind in KINDS:
+        own = [row for row in rows if row["kind"] == kind]
+        counts = [sum(row["outcome"] == outcome for row in own) for outcome in ("right", "stopped")]
+        seconds = [row["seconds"] for row in own if row["outcome"] == "stopped"]
+        span = f"{min(seconds):.0f} to {max(seconds):.0f}" if seconds else ""
+        lines.append(f"| {kind} | {len(own)} | {counts[0]} | {counts[1]} | {span} |")
+    return "\n".join(lines)
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -379,7 +394,7 @@ def main():
 
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(work, draws))
-    print(json.dumps(summary(rows), indent=2))
+    print(table(rows))
 
 
 if __name__ == "__main__":

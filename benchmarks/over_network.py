@@ -196,6 +196,20 @@ def measure(method, megabits, options):
     return {"method": method, "megabits": megabits, "measured_megabits": round(rate, 2)} | row
 
 
+def table(rows):
+    """Return the table of the page."""
+    lines = ["| Mbit/s, measured | method | MB a step | link busy | core busy | tokens/s | loss |"]
+    lines.append("|---|---|---:|---:|---:|---:|---:|")
+    for row in rows:
+        shares = f"{row['link_share']:.0%} | {row['compute_share']:.0%}"
+        lines.append(
+            f"| {row['megabits']:g}, {row['measured_megabits']} | {METHODS[row['method']]}"
+            f" | {row['megabytes_per_step']:.2f} | {shares} | {row['tokens_per_second']:.0f}"
+            f" | {row['loss']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def plot(rows, path):
     """Draw loss over minutes, one line a method, one panel a bandwidth."""
     import matplotlib.pyplot as plt
@@ -251,7 +265,7 @@ def main():
             shown = {name: value for name, value in rows[-1].items() if name != "curve"}
             print(json.dumps(shown), flush=True)
             write_json(__file__, {"rows": rows}, RESULTS)
-            plot(rows, RESULTS.with_suffix(".png"))
+            plot(rows, ROOT / "docs" / "over_a_network.png")
 
 
 if __name__ == "__main__":

@@ -178,6 +178,22 @@ def _tail(path):
     return path.read_text()[-2000:]
 
 
+def table(rows):
+    """Return the table of the page."""
+    lines = ["| fault | server on | fault on | workers that began again | updates lost, counted |"]
+    lines.append("|---|---|---|---:|---:|")
+    for row in rows:
+        name = row["kind"]
+        if "cut_seconds" in row:
+            name += f" for {row['cut_seconds']} s"
+        joins = row["joins"] + row["resumes"] - 2
+        lost = row["lost_updates"]
+        if row["kind"] == "head dies":
+            lost = "those after the checkpoint"
+        lines.append(f"| {name} | {row['server_on']} | {row['victim']} | {joins} | {lost} |")
+    return "\n".join(lines)
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

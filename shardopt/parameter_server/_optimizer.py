@@ -128,7 +128,9 @@ class AsyncOptimizer:
           `metrics["killed"]` names the killed workers. `metrics["hung"]` names the workers among
           them that the run itself killed, after `hang_timeout` seconds without progress.
         - A killed server restarts from the newest of `checkpoints`, and the workers continue with
-          it. `metrics["lost_updates"]` is the number of lost updates.
+          it. `metrics["lost_updates"]` is the number of lost updates that this process or a worker
+          had heard of; each worker may have had one more on its way. So it is with a server whose
+          host is cut off.
 
         Loss, data and optimizer are pickled: a function that is defined in a module must be
         importable on the workers.
