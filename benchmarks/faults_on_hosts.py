@@ -55,6 +55,7 @@ PREFETCHED = 4
 NAMED = (
     r"process (?:\d+|\d+(?: and \d+)+) of \d+ hangs?: .*, last on {host} at step \d+ in '(\w+)'",
     r"(initialize): nothing has listened at {host}:\d+",
+    r"(RegisterTask)[\s\S]*No answer from [^:]*\b{host}\b",  # of jax, while processes join
     r"at step \d+ in phase '(\w+)': nothing was heard for \d+ s from (?:{host}|{address})\b",
 )
 """The messages that name a host and the phase."""
@@ -283,7 +284,7 @@ def _named(job, victim, died):
             pattern = pattern.format(host=victim.name, address=re.escape(victim.address))
             if match := re.search(pattern, text):
                 found[host.name] = match[0]
-    return {"message": next(iter(found.values()), None), "named_by": sorted(found)}
+    return {"message": next(iter(found.values()), "")[-200:] or None, "named_by": sorted(found)}
 
 
 def _goes_on(draw, job, hosts, died, expected, row):

@@ -74,8 +74,8 @@ def strategy(method, loss_fn):
         if method == "int8":
             reducer = so.reducers.error_feedback(so.reducers.int8())
         if method == "top_k":
-            top_k = so.reducers.error_feedback(so.reducers.top_k(0.01))
-            reducer = so.reducers.warm_up(top_k, 5)
+            top_k = so.reducers.warm_up(so.reducers.top_k(0.01), 5)
+            reducer = so.reducers.error_feedback(top_k)
         return so.ddp(tx, so.make_mesh(), loss_fn, reducer=reducer), 5
     inner = so.ddp(tx, so.make_mesh(replica=2), loss_fn)
     if method == "local_sgd":

@@ -11,6 +11,8 @@ _FIX = (
     "name the hosts in the same order on each, the first with a port that is free there: --hosts"
     " node0:8476,node1."
 )
+_DISCARD = 9  # a port (RFC 863) at which nearly nobody listens
+_ANSWER_SECONDS = 2.0
 
 
 class Hosts(NamedTuple):
@@ -32,6 +34,18 @@ class Hosts(NamedTuple):
     def are_one(self) -> bool:
         """Whether there is no other host."""
         return len(self.names) == 1
+
+    def silent(self) -> list[str]:
+        """Return the hosts that do not answer. One that lives refuses a connection at once."""
+        silent_hosts = []
+        for name in self.names:
+            try:
+                socket.create_connection((name, _DISCARD), timeout=_ANSWER_SECONDS).close()
+            except ConnectionRefusedError:
+                continue
+            except OSError:
+                silent_hosts.append(name)
+        return silent_hosts
 
     def coordinator(self, attempt: int) -> str:
         """Return where the processes of an attempt meet.

@@ -479,6 +479,8 @@ def _failure_text(result: _AttemptResult, count: int, hosts: Hosts) -> str:
     )
     if not hosts.are_one:
         text += f"\nThe hosts, {plural(count, 'process')} each: {', '.join(hosts.names)}."
+        if silent_hosts := hosts.silent():
+            text += f"\nNo answer from {', '.join(silent_hosts)}: dead, or cut off."
     return text
 
 

@@ -3,11 +3,13 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from shardopt.cli._commands import run
 from shardopt.runtime._hosts import Hosts, read_hosts
+from shardopt.runtime._launch import _AttemptResult, _failure_text
 
 from .conftest import launch, listening, said, wait_for
 
@@ -96,6 +98,21 @@ def test_each_attempt_of_a_job_on_several_hosts_has_a_port_of_its_own():
     hosts = Hosts(("first", "second"), 8476, 1, "10.0.0.2")
     assert [hosts.coordinator(attempt) for attempt in range(2)] == ["first:8476", "first:8477"]
     assert hosts._replace(number=0).coordinator(0) == "10.0.0.2:8476"
+
+
+def test_a_host_that_lives_refuses_a_connection_and_a_dead_one_does_not(monkeypatch):
+    def connect(address, timeout):
+        name, _ = address
+        if name == "third":
+            raise TimeoutError
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr("socket.create_connection", connect)
+    hosts = Hosts(("first", "second", "third"), 8476, 0, "10.0.0.1")
+    assert hosts.silent() == ["third"]
+    result = _AttemptResult((0, 134), 0, {0: Path("no.log")})
+    text = _failure_text(result, 1, hosts)
+    assert text.endswith("first, second, third.\nNo answer from third: dead, or cut off.")
 
 
 def test_fewer_processes_are_refused_with_hosts(capfd):
