@@ -4,14 +4,16 @@ Run: python benchmarks/same_bits_on_chips.py [--chips 1 2 4 8] [--platforms v5p 
 
 Nothing runs: XLA:TPU compiles for chips that are not there (`pip install -e '.[tpu]'`). A GPT, AdamW
 with clipping, `so.reducers.exact(tile_rows=4)`, 8 tiles. Control: the program for one chip. Test:
-those for 2, 4 and 8 chips of one topology, with ddp and fsdp. Claims:
+those for 2, 4 and 8 chips of one topology, with ddp and fsdp. The price is that of larger tiles too,
+and of 64 tiles: a chip then has eight, and exchanges as many bytes as with one. Claims:
 
 - The program of a tile has the same float instructions on all meshes: opcode, sizes above 1 and
   attributes, those inside of fusions and loops included. Copies between memories do not count, nor do
   integers, which choose the rows of a tile.
 - Collectives add no gradients: devices exchange them, and add in the order of the tree. XLA gathers
   small arrays by adding zeros, which changes no number but -0. They are listed.
-- By the schedule, a step on all chips takes at most 1.05 times the step with as many micro-batches.
+- By the schedule, a step of tiles of 16 rows of the larger GPT on all chips takes at most 1.05 times
+  the step with as many micro-batches.
 
 A program does not show how a chip rounds. Only a run can.
 """
@@ -37,7 +39,9 @@ CONFIG = gpt.config(dim=256, num_layers=4, num_heads=4, max_length=128)
 SIZES = {"256 x 4, 128 tokens": CONFIG}
 SIZES["1024 x 4, 512 tokens"] = gpt.config(dim=1024, num_layers=4, num_heads=8, max_length=512)
 """The GPT whose programs are compared, and those whose steps have a price."""
-ROWS, TILE_ROWS = 32, 4
+TILES, TILE_ROWS = 8, 4
+PRICED_TILES = [(8, 16), (64, 4), (8, 4)]
+"""The tiles of the global batch, and their rows, whose steps have a price."""
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 STRATEGIES = {"ddp": so.ddp, "fsdp": so.fsdp}
 CALLED = ("calls", "to_apply", "body", "condition", "branch_computations", "true_computation", "false_computation")  # fmt: skip
@@ -51,12 +55,18 @@ ADDING = {"all-reduce", "reduce-scatter", "all-reduce-start", "reduce-scatter-st
 Operations = collections.Counter[tuple[str, ...]]
 
 
-def compiled_text(strategy: str, devices: list, config: DecoderConfig = CONFIG, **options) -> str:
+def compiled_text(
+    strategy: str,
+    devices: list,
+    config: DecoderConfig = CONFIG,
+    rows: int = TILES * TILE_ROWS,
+    **options,
+) -> str:
     """Return the compiled program of a step."""
     mesh = so.make_mesh(data=len(devices), devices=devices)
     opt = STRATEGIES[strategy](TX, mesh, gpt.model(config), **options)
     params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
-    batch = {"tokens": jax.ShapeDtypeStruct((ROWS, config.max_length + 1), np.int32)}
+    batch = {"tokens": jax.ShapeDtypeStruct((rows, config.max_length + 1), np.int32)}
     return opt.step.lower(opt.abstract_state(params), batch).compile().as_text()
 
 
@@ -127,16 +137,19 @@ def compare(platform: str, strategy: str, chips: list[int]) -> dict:
     return result
 
 
-def price(platform: str, strategy: str, config: DecoderConfig, chips: int) -> dict[str, float]:
+def price(
+    platform: str, strategy: str, config: DecoderConfig, tiles: tuple[int, int], chips: int
+) -> dict[str, float]:
     """Return the milliseconds of a step by schedule, and their ratio."""
     devices = list(topology_devices(TOPOLOGIES[platform]))[:chips]
+    count, tile_rows = tiles
     options = {
-        "same bits": {"reducer": so.reducers.exact(tile_rows=TILE_ROWS)},
-        "plain": {"micro_batches": ROWS // TILE_ROWS // chips},
+        "same bits": {"reducer": so.reducers.exact(tile_rows=tile_rows)},
+        "plain": {"micro_batches": count // chips},
     }
     seconds = {
         name: step_seconds(
-            compiled_text(strategy, devices, config, **kind),
+            compiled_text(strategy, devices, config, count * tile_rows, **kind),
             mesh={"data": chips},
             hardware=platform,
         ).total
@@ -159,9 +172,11 @@ def main():
         for strategy in STRATEGIES:
             result = compare(platform, strategy, options.chips)
             for size, config in SIZES.items():
-                milliseconds = price(platform, strategy, config, options.chips[-1])
-                result[f"milliseconds by schedule, {size}"] = milliseconds
-                print(platform, strategy, size, milliseconds, flush=True)
+                for tiles in PRICED_TILES:
+                    milliseconds = price(platform, strategy, config, tiles, options.chips[-1])
+                    name = "milliseconds by schedule, {}, {} tiles of {} rows".format(size, *tiles)
+                    result[name] = milliseconds
+                    print(platform, strategy, name, milliseconds, flush=True)
             results[f"{strategy} on {platform}"] = result
             write_json(__file__, results)
     print(write_json(__file__, results))
