@@ -461,6 +461,7 @@ def maxtext_child(folder: Path, words: list[str]) -> None:
         options = train_compile.max_utils.parse_libtpu_flags_to_dict(config.compile_xla_flags)
         versions = {name: importlib.metadata.version(name) for name in ("maxtext", "jax", "libtpu")}
         facts: dict[str, Any] = {"versions": versions, "mesh": dict(mesh.shape)}
+        (folder / "mesh.json").write_text(json.dumps(facts))
         try:
             compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:

@@ -1,8 +1,8 @@
 """Estimated seconds of steps beside seconds that others measured on TPUs, and the share e of the HBM
 bandwidth that these runs give.
 
-    python benchmarks/measured_runs.py --runs FILE [--draw] [--compile ID --maxtext PYTHON]
-        [--programs FOLDER]
+    python benchmarks/measured_runs.py --runs FILE [--draw] [--compile ID --maxtext PYTHON
+        [--whole]] [--programs FOLDER]
 
 FILE has public measured runs, one a line. Those on TPUs that state enough to be compiled again are
 drawn into two halves within each generation, by `SEED`: e is fitted on one half, and the errors of
@@ -10,8 +10,9 @@ the other half are published. `--draw` writes both halves into results/measured_
 committed before the first of these runs was compiled.
 
 `--compile` compiles a run by MaxText's own `train_compile`, with the words and flags of the run, in
-the Python of an environment with MaxText. Flags that libtpu refuses are left out, and the result
-lists them. The texts are kept in FOLDER. Without it, the texts there are read again.
+the Python of an environment with MaxText, until it is scheduled. Its products have no cycles by XLA
+then, and count by their flops at the peak. `--whole` generates code, which takes ten times as long.
+Flags that libtpu refuses are left out, and the result lists them. The texts are kept in FOLDER. Without it, the texts there are read again.
 """
 
 import argparse
@@ -24,8 +25,9 @@ import resource
 import statistics
 import subprocess
 import tempfile
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common import write_json
 
@@ -144,13 +146,12 @@ def default_model(run: dict[str, Any]) -> dict[str, Any]:
 _NO_STEP = re.compile("dataset|checkpoint|profiler|^steps$|tokenizer|output_dir|run_name|metrics")
 
 
-def compile_run(run: dict[str, Any], python: str, folder: Path, minutes: float) -> dict[str, Any]:
+def compile_run(run: dict[str, Any], python: str, folder: Path, limits: "Limits") -> dict[str, Any]:
     """Compile a run by MaxText without the flags that libtpu refuses, and keep its text."""
     flags = {flag.partition("=")[0]: flag for flag in run["flags"]}  # the last of a name counts
     refused = refused_flags(list(flags.values()), run["chip"], python)
     taken = [flag for flag in flags.values() if flag not in refused]
-    flag_words = [f"compile_xla_flags={' '.join(taken)}"] if taken else []
-    facts, text = compile_words([*words_of(run), *flag_words], python, minutes)
+    facts, text = compile_words(words_of(run), taken, python, limits)
     facts |= {"by": "MaxText's own words", "refused_flags": refused}
     if run["model"].startswith("maxtext-default-"):
         facts["other_words"] = "words for its sizes" + (
@@ -229,33 +230,101 @@ def refused_flags(flags: list[str], chip: str, python: str) -> list[str]:
     ]
 
 
-def compile_words(words: list[str], python: str, minutes: float) -> tuple[dict[str, Any], str]:
-    """Compile by MaxText in its own Python, in at most these minutes of CPU. Return what the compiler
-    says, and the text.
-    """
-    limit = round(minutes * 60)
+def compile_words(
+    words: list[str], flags: list[str], python: str, limits: "Limits"
+) -> tuple[dict[str, Any], str]:
+    """Compile by MaxText in its own Python. Return what the compiler says, and the text."""
     script = Path(__file__).with_name("beside_maxtext.py")
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [python, str(script), "--child", folder, *words],
-            env=env,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (limit, limit)),
-        )
-        facts_path = Path(folder) / "facts.json"
-        if not facts_path.exists():
-            lines = (done.stdout + done.stderr).strip().splitlines()
-            if done.returncode < 0:
-                lines = [f"it took more than {minutes:g} minutes of CPU"]
-            return {"error": "\n".join(lines[-3:])[:500], "words": words}, ""
-        facts = json.loads(facts_path.read_text()) | {"words": words}
-        program = Path(folder) / "program.hlo.gz"
-        text = gzip.decompress(program.read_bytes()).decode() if program.exists() else ""
+    seconds = round(limits.minutes * 60)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        dump = [f"--xla_dump_to={name}/dump", "--xla_dump_hlo_as_text=True"]
+        told = " ".join([*flags, *([] if limits.whole else dump)])
+        log = folder / "log"
+        with log.open("w") as output:
+            child = subprocess.Popen(
+                [python, str(script), "--child", name, *words, f"compile_xla_flags={told}"],
+                env=env,
+                cwd=name,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds)),
+            )
+        text = "" if limits.whole else scheduled_text(child, folder / "dump")
+        child.wait()
+        kept = [folder / "mesh.json", folder / "facts.json"]
+        facts = {"words": words, "flags": flags}
+        for path in filter(Path.exists, kept):
+            facts |= json.loads(path.read_text())
+        program = folder / "program.hlo.gz"
+        if program.exists():
+            text = gzip.decompress(program.read_bytes()).decode()
+        elif text:
+            facts["until"] = "scheduled"
+        elif "error" not in facts:
+            lines = log.read_text().strip().splitlines()[-3:]
+            if child.returncode < 0:
+                lines = [f"it took more than {limits.minutes:g} minutes of CPU"]
+            facts["error"] = "\n".join(lines)[:500]
         return facts, text
+
+
+class Limits(NamedTuple):
+    """How far a compile goes: minutes of CPU, and whether code is generated."""
+
+    minutes: float = 15.0
+    whole: bool = False
+
+
+def scheduled_text(child: subprocess.Popen[bytes], dump: Path) -> str:
+    """Return the scheduled program that a compile dumps before it generates code, and end the compile.
+
+    Code takes most of a compile, and changes nothing in the schedule. "" if the compile ends before.
+    """
+    size = 0
+    while child.poll() is None:
+        time.sleep(2)
+        for path in dump.glob("*train_step*after_optimizations_after_buffer_assignment.txt"):
+            if size == path.stat().st_size > 0:
+                child.kill()
+                return path.read_text()
+            size = path.stat().st_size
+    return ""
+
+
+def with_elements(text: str) -> str:
+    """Return a text of XLA's dumps with an instruction for each element that it takes of a tuple.
+
+    They write %name#1 where `as_text` has a get-tuple-element.
+    """
+    from shardopt.hlo._hlo_text import elements
+
+    shapes: dict[str, str] = {}
+    lines = []
+    for line in text.split("\n"):
+        for name, path in dict.fromkeys(_ELEMENT.findall(line)):
+            whole = name
+            for index in path.split("#")[1:]:
+                part = f"{whole}.element.{index}"
+                if part not in shapes:
+                    shapes[part] = elements(shapes[whole])[int(index)]
+                    lines.append(
+                        f"  %{part} = {shapes[part]} get-tuple-element(%{whole}), index={index}"
+                    )
+                whole = part
+        line = _ELEMENT.sub(lambda match: "%" + match[1] + match[2].replace("#", ".element."), line)
+        if line.startswith("}"):
+            shapes = {}
+        match = _RESULT.match(line)
+        if match:
+            shapes[match[1]] = re.sub(r"/\*.*?\*/", "", match[2])
+        lines.append(line)
+    return "\n".join(lines)
+
+
+_ELEMENT = re.compile(r"%([\w.\-]+)((?:#\d+)+)")
+_RESULT = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) [\w\-]+\(")
 
 
 def estimated_seconds(text: str, mesh: dict[str, int], chip: str) -> dict[str, float]:
@@ -266,7 +335,9 @@ def estimated_seconds(text: str, mesh: dict[str, int], chip: str) -> dict[str, f
     from shardopt.planning._hardware import find_hardware
 
     sizes = {axis: size for axis, size in mesh.items() if size > 1}
-    program = read_program(text, (), mesh=sizes)  # once, for it takes longer than a walk
+    program = read_program(
+        with_elements(text), (), mesh=sizes
+    )  # once, for it takes longer than a walk
     device = find_hardware(chip).per_device()
     totals = {str(share): walk_schedule(program, device, share=share).total for share in SHARES}
     return {share: total for share, total in totals.items() if total is not None}
@@ -460,6 +531,8 @@ def table(results: dict[str, Any]) -> str:
         how = compiled.get("by", "not compiled")
         if "error" in compiled:
             how = f"failed: {compiled['error'].splitlines()[-1][:120]}"
+        if compiled.get("until"):
+            how += f", {compiled['until']}"
         if compiled.get("other_words"):
             how += f"; {compiled['other_words']}"
         if compiled.get("refused_flags"):
@@ -482,6 +555,7 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=15.0, help="of CPU that a compile may take"
     )
+    parser.add_argument("--whole", action="store_true", help="generate code, too")
     parser.add_argument("--maxtext", help="the Python of an environment with MaxText")
     parser.add_argument(
         "--programs", type=Path, default=Path(tempfile.gettempdir()) / "measured_runs"
@@ -491,7 +565,8 @@ def main() -> None:
     options.programs.mkdir(exist_ok=True)
     for run in runs:
         if run["id"] in options.compile:
-            facts = compile_run(run, options.maxtext, options.programs, options.minutes)
+            limits = Limits(options.minutes, options.whole)
+            facts = compile_run(run, options.maxtext, options.programs, limits)
             print(run["id"], run["name"], facts.get("error", "compiled"), flush=True)
     stored = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}
     rows = drawn_rows(runs)

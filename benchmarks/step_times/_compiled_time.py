@@ -261,7 +261,8 @@ def walk_schedule(
     share: float | None = None,
 ) -> StepSeconds:
     """Return the seconds of a parsed program; see `step_seconds`."""
-    if "estimated_cycles" not in program.text:
+    # before code generation a program for TPUs has tiles, and no estimates yet
+    if "estimated_cycles" not in program.text and ":T(" not in program.text:
         return _unknown("the program holds no cycle estimates; only XLA:TPU writes them.")
     if chip is None:
         fix = "pass hardware=, such as 'v5p', or the mesh of devices that it was compiled for."

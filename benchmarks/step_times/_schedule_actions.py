@@ -20,7 +20,7 @@ from shardopt.hlo._hlo_text import (
     operands,
     tiled_nbytes,
 )
-from shardopt.hlo._program import CompiledProgram
+from shardopt.hlo._program import CompiledProgram, product_flops
 from shardopt.hlo._walk import (
     CollectiveSite,
     callees,
@@ -249,13 +249,18 @@ class Reader:
         has_product = self.fusions.has_product(line)
         if has_product or sends:
             cycles = self._estimated_cycles(line)
-            if cycles is None and not sends:
-                self.assumed[
-                    f"product {_stem(line)} without an estimate, counted by its bytes"
-                ] += 1
+            if cycles is None and has_product:
+                self.assumed["product without an estimate, counted by its flops at the peak or its bytes"] += 1
+                seconds = max(seconds, self._product_seconds(line, shapes))
             else:
                 seconds = (cycles or 0) / self.clock
         return Compute(line, seconds, memory_seconds=min(memory_seconds, seconds))
+
+    def _product_seconds(self, line: Instruction, shapes: dict[str, str]) -> float:
+        """Return the seconds of the products of an operation of XLA at the chip's peak."""
+        flops = product_flops(self.program.module, line, shapes)
+        eight_bits = self.fusions.multiplies_eight_bits(line)
+        return flops / (self.chip.flops * (2 if eight_bits else 1))
 
     def _estimated_cycles(self, line: Instruction) -> int | None:
         """Return the cycles that XLA writes on an instruction; None if it writes none."""

@@ -110,6 +110,16 @@ class FusionReader:
             self.has_product(inner) for inner in self._body(_callee(line)).values()
         )
 
+    def multiplies_eight_bits(self, line: Instruction) -> bool:
+        """Return whether all matrices that a fusion multiplies have numbers of 8 bits."""
+        body = self._body(_callee(line))
+        products = [inner for inner in body.values() if inner.opcode in ("convolution", "dot")]
+        inputs = [body[name].shape for inner in products for name in operands(inner)]
+        nested = [inner for inner in body.values() if self.has_product(inner)]
+        return all(shape.startswith(_EIGHT_BITS) for shape in inputs) and all(
+            inner in products or self.multiplies_eight_bits(inner) for inner in nested
+        )
+
     def moved_bytes(self, line: Instruction, shapes: dict[str, str]) -> int:
         """Return the bytes that an operation reads from HBM and writes to it.
 
@@ -235,6 +245,8 @@ def _callee(line: Instruction) -> str:
     match = re.search(r"\b(?:calls|to_apply)=%?([\w.\-]+)", line.arguments)
     return match[1] if match else ""
 
+
+_EIGHT_BITS = ("s8", "u8", "f8")
 
 _FOLLOWED = ("bitcast", "reshape", "transpose", "copy", "convert")
 """Operations in a fusion that compute only what their reader takes."""

@@ -230,3 +230,20 @@ def test_a_model_of_defaults_has_words_for_its_sizes(script):
         "compile_topology=v5e-256",
         "compile_topology_num_slices=1",
     ]
+
+
+def test_elements_of_tuples_become_instructions(script):
+    dumped = """%body (a: (s32[], (f32[8], f32[4]))) -> f32[4] {
+  %a = (s32[]{:T(128)}, (f32[8]{0:T(128)}, /*index=1*/f32[4]{0:T(128)S(1)})) parameter(0)
+  %b = f32[4]{0:T(128)S(1)} negate(%a#1#1)
+  ROOT %c = f32[4]{0:T(128)S(1)} add(%b, %a#1#1)
+}
+"""
+    lines = script.with_elements(dumped).splitlines()
+    assert lines[2:] == [
+        "  %a.element.1 = (f32[8]{0:T(128)}, f32[4]{0:T(128)S(1)}) get-tuple-element(%a), index=1",
+        "  %a.element.1.element.1 = f32[4]{0:T(128)S(1)} get-tuple-element(%a.element.1), index=1",
+        "  %b = f32[4]{0:T(128)S(1)} negate(%a.element.1.element.1)",
+        "  ROOT %c = f32[4]{0:T(128)S(1)} add(%b, %a.element.1.element.1)",
+        "}",
+    ]

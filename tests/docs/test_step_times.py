@@ -6,6 +6,7 @@ bandwidth. It sends one byte over the links of an axis of its torus, and a tenth
 bytes are nanoseconds. An all-gather of f32[8000] over 8 devices sends 7/8 x 32,000 = 28,000 bytes:
 28,000 ns over one axis of the torus, 14,000 over both."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -71,7 +72,7 @@ def program(*lines, computations="", partitions=8, tables=""):
         f"HloModule m, is_scheduled=true, num_partitions={partitions}\n\n{tables}"
         "%fused (a: f32[1000]) -> f32[1000] {\n  ROOT %a = f32[1000]{0} parameter(0)\n}\n"
         "%product (a: f32[1000]) -> f32[1000] {\n  %a = f32[1000]{0} parameter(0)\n"
-        "  ROOT %c = f32[1000]{0} convolution(%a, %a), dim_labels=b_o->b\n}\n"
+        "  ROOT %c = f32[1000]{0} dot(%a, %a)\n}\n"
         f"{computations}\n"
         "ENTRY %main (p: f32[1000]) -> f32[1000] {\n  %p = f32[1000]{0} parameter(0)\n"
         + "".join(f"  {line}\n" for line in lines)
@@ -573,6 +574,28 @@ def test_kernels_is_one_of_two_words():
         step_seconds(program(), mesh=MESH, hardware=CHIP, kernels="fast")
 
 
+def product_before_code(dtype):
+    """Return a product of 512 x 512 numbers without an estimate, in its own computation."""
+    square = f"{dtype}[512,512]{{1,0:T(8,128)}}"
+    computation = (
+        f"%multiply (a: {square}) -> {square} {{\n  %a = {square} parameter(0)\n"
+        f"  ROOT %c = {square} convolution(%a, %a), dim_labels=bf_io->bf\n}}\n"
+    )
+    line = f"%dot = {square} fusion(%x), kind=kOutput, calls=%multiply"
+    return f"%x = {square} copy-done(%p)", line, computation
+
+
+def test_a_product_before_code_generation_takes_its_flops_at_the_peak():
+    chip = dataclasses.replace(CHIP, name="v5e", memory_bandwidth=1e15)
+    for dtype, flops in (("bf16", 1e9), ("s8", 2e9)):
+        source, line, computation = product_before_code(dtype)
+        text = program(source, line, computations=computation)
+        assert "estimated_cycles" not in text
+        step = step_seconds(text, mesh=MESH, hardware=chip)
+        assert step.total == pytest.approx(2 * 512**3 / flops, rel=1e-3)
+        assert step.notes[-1].startswith("assumed: 1 x product without an estimate, counted by its")
+
+
 def test_what_has_no_product_takes_its_bytes():
     unknown = f'"estimated_cycles":"{2**63 - 1}"'
     step = seconds(
@@ -586,7 +609,9 @@ def test_what_has_no_product_takes_its_bytes():
         '%buffer = f32[100000]{0} custom-call(), custom_call_target="AllocateBuffer"',
     )
     assert sums(step) == [37_000, 37_000, 0, 0]
-    assert step.notes == ("assumed: 1 x product dot without an estimate, counted by its bytes",)
+    assert step.notes == (
+        "assumed: 1 x product without an estimate, counted by its flops at the peak or its bytes",
+    )
 
 
 PROGRAMS = ROOT / "tests" / "rooms" / "hlo" / "programs"
@@ -860,7 +885,7 @@ def test_it_prints_sums_the_dearest_and_what_was_assumed():
         "0.014  38.9%      1  wait: all-gather g",
         "0.012  33.3%      1  dot",
         "0.010  27.8%      1  a                   me/model.py:42 jit(step)/dot",
-        "assumed: 1 x product dot without an estimate, counted by its bytes",
+        "assumed: 1 x product without an estimate, counted by its flops at the peak or its bytes",
     ]
     shown = json.loads(json.dumps(step.to_json()))
     assert shown["total"] == pytest.approx(36e-6)
