@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -314,7 +315,7 @@ def with_elements(text: str) -> str:
                     )
                 whole = part
         line = _ELEMENT.sub(lambda match: "%" + match[1] + match[2].replace("#", ".element."), line)
-        if line.startswith("}"):
+        if line == "}":  # metadata of kernels has lines that begin with it
             shapes = {}
         match = _RESULT.match(line)
         if match:
@@ -369,20 +370,37 @@ _KEPT = (
 )
 
 
-def relative_error(row: dict[str, Any], share: float) -> float:
+def relative_error(row: dict[str, Any], share: float, factor: float = 1.0) -> float:
     """Return by how much the estimate is too long: 0.1 is 10%."""
-    return row["estimated_seconds"][str(share)] / row["measured_seconds"] - 1
+    return factor * row["estimated_seconds"][str(share)] / row["measured_seconds"] - 1
+
+
+def fitted_factors(rows: dict[str, Any]) -> dict[str, float]:
+    """Return how many times as long as estimated at `ASSUMED` steps of each generation took: the
+    median of its fit half.
+    """
+    factors = {}
+    for chip in GENERATIONS:
+        ratios = [1 / (1 + relative_error(row, ASSUMED)) for row in fit_rows(rows, chip)]
+        if ratios:
+            factors[chip] = round(statistics.median(ratios), 3)
+    return factors
+
+
+def fit_rows(rows: dict[str, Any], chip: str) -> list[dict[str, Any]]:
+    """Return the runs of the fit half of a generation that have an estimate."""
+    return [
+        row
+        for row in rows.values()
+        if row["chip"] == chip and row["half"] == "fit" and "estimated_seconds" in row
+    ]
 
 
 def fitted_shares(rows: dict[str, Any]) -> dict[str, float]:
     """Return the share of each generation that has the smallest median error on its fit half."""
     shares = {}
     for chip in GENERATIONS:
-        fit = [
-            row
-            for row in rows.values()
-            if row["chip"] == chip and row["half"] == "fit" and "estimated_seconds" in row
-        ]
+        fit = fit_rows(rows, chip)
         if fit:
             shares[chip] = min(
                 SHARES,
@@ -472,17 +490,18 @@ def spread(values: list[float]) -> tuple[float, float, float]:
     return min(values), statistics.median(values), max(values)
 
 
-def errors(rows: dict[str, Any], shares: dict[str, float]) -> dict[str, dict[str, Any]]:
+def errors(
+    rows: dict[str, Any], error_of: Callable[[dict[str, Any]], float]
+) -> dict[str, dict[str, Any]]:
     """Return the errors of each generation's halves, and of all: how many, median and worst.
 
-    Of those without sign, at the share of the generation; it is empty where nothing is compiled.
+    The median is of those without sign; `error_of` gives the error of a run that has an estimate.
     """
     found: dict[str, list[float]] = {}
     for row in rows.values():
-        if "estimated_seconds" in row and row["chip"] in shares:
-            error = relative_error(row, shares[row["chip"]])
+        if "estimated_seconds" in row:
             for name in (row["chip"], "all"):
-                found.setdefault(f"{name} {row['half']}", []).append(error)
+                found.setdefault(f"{name} {row['half']}", []).append(error_of(row))
     return {
         name: {
             "runs": len(values),
@@ -494,21 +513,27 @@ def errors(rows: dict[str, Any], shares: dict[str, float]) -> dict[str, dict[str
 
 
 def errors_table(results: dict[str, Any]) -> str:
-    """Return a line a generation: e, and the errors of both halves."""
+    """Return a line a generation: e and the errors of both halves, then the factor and its errors."""
+    columns = "runs | median | worst | test: runs | median | worst"
     lines = [
-        "| chips | e | fit: runs | median | worst | test: runs | median | worst |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        f"| chips | e | fit: {columns} | factor | fit: median | worst | test: median | worst |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for chip in (*GENERATIONS, "all"):
         cells = [chip, str(results["shares"].get(chip, ""))]
         for half in HALVES:
-            of_half = results["errors"].get(f"{chip} {half}")
-            cells += ["0", "", ""]
-            if of_half:
-                count, median, worst = of_half["runs"], of_half["median"], of_half["worst"]
-                cells[-3:] = [str(count), f"{median:.1%}", f"{worst:+.1%}"]
+            cells += _cells(results["errors"].get(f"{chip} {half}"))
+        cells.append(str(results["factors"].get(chip, "")))
+        for half in HALVES:
+            cells += _cells(results["factor_errors"].get(f"{chip} {half}"))[1:]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _cells(found: dict[str, Any] | None) -> list[str]:
+    if found is None:
+        return ["0", "", ""]
+    return [str(found["runs"]), f"{found['median']:.1%}", f"{found['worst']:+.1%}"]
 
 
 def table(results: dict[str, Any]) -> str:
@@ -517,17 +542,19 @@ def table(results: dict[str, Any]) -> str:
     """
     shares = results["shares"]
     lines = [
-        "| id | run | chips x slices | half | measured, s | marked | e | estimated, s | error | compiled |",
-        "|---:|---|---|---|---:|---|---:|---:|---:|---|",
+        "| id | run | chips x slices | half | measured, s | marked | e | estimated, s | error | by factor | compiled |",
+        "|---:|---|---|---|---:|---|---:|---:|---:|---:|---|",
     ]
     for key, row in results["runs"].items():
         share = shares.get(row["chip"], ASSUMED)
         compiled = row.get("compiled", {})
-        cells = ["", "", ""]
+        cells = ["", "", "", ""]
         if "estimated_seconds" in row:
             estimate = row["estimated_seconds"][str(share)]
             word = "" if row["chip"] in shares else " (assumed)"
-            cells = [f"{share}{word}", f"{estimate:.3g}", f"{relative_error(row, share):+.1%}"]
+            factor = results["factors"].get(row["chip"], 1.0)
+            found = (relative_error(row, share), relative_error(row, ASSUMED, factor))
+            cells = [f"{share}{word}", f"{estimate:.3g}", *(f"{error:+.1%}" for error in found)]
         how = compiled.get("by", "not compiled")
         if "error" in compiled:
             how = f"failed: {compiled['error'].splitlines()[-1][:120]}"
@@ -574,10 +601,15 @@ def main() -> None:
         rows = {key: stored["runs"].get(key, {}) | row for key, row in rows.items()}
         read_programs(rows, options.programs)
     shares = fitted_shares(rows)
+    factors = fitted_factors(rows)
     results = {
         "seed": SEED,
         "shares": shares,
-        "errors": errors(rows, shares),
+        "errors": errors(rows, lambda row: relative_error(row, shares.get(row["chip"], ASSUMED))),
+        "factors": factors,
+        "factor_errors": errors(
+            rows, lambda row: relative_error(row, ASSUMED, factors.get(row["chip"], 1.0))
+        ),
         "planned": plan_ratios(runs),
         "runs": rows,
     }

@@ -73,7 +73,7 @@ def scheduled_cycles(chip: str, call: KernelCall) -> float | None:
       >>> 2e6 < scheduled_cycles("v5p", call) < 3e6
       True
     """
-    bundles = SCHEDULED.get((chip, call.kernel, call.block, call.width))
+    bundles = _bundles(chip, call)
     if bundles is None:
         return None
     blocks = max(call.length // call.block, 1)
@@ -81,6 +81,22 @@ def scheduled_cycles(chip: str, call: KernelCall) -> float | None:
     # jax visits hidden tiles, and computes nothing
     steps = tiles if call.kernel.startswith("splash_") else blocks**2
     return call.rows * (steps * bundles.step + tiles * bundles.tile + blocks * bundles.row)
+
+
+def _bundles(chip: str, call: KernelCall) -> Bundles | None:
+    """Return the bundles of a kernel; a larger block than the largest known has those of a tile in
+    proportion to its numbers. None for other kernels.
+    """
+    known = [
+        block
+        for name, kernel, block, width in SCHEDULED
+        if (name, kernel, width) == (chip, call.kernel, call.width) and block <= call.block
+    ]
+    if not known:
+        return None
+    times = call.block / max(known)
+    step, tile, row = SCHEDULED[chip, call.kernel, max(known), call.width]
+    return Bundles(step, tile * times**2, row * times)
 
 
 def shared_by_cores(cores: int, parallel: int) -> float:

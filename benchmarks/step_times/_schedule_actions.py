@@ -250,7 +250,9 @@ class Reader:
         if has_product or sends:
             cycles = self._estimated_cycles(line)
             if cycles is None and has_product:
-                self.assumed["product without an estimate, counted by its flops at the peak or its bytes"] += 1
+                self.assumed[
+                    "product without an estimate, counted by its flops at the peak or its bytes"
+                ] += 1
                 seconds = max(seconds, self._product_seconds(line, shapes))
             else:
                 seconds = (cycles or 0) / self.clock

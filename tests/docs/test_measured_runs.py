@@ -84,12 +84,13 @@ def test_the_table_lists_every_run(script):
         "4": row("test", 2.5, 1.0),
     }
     del rows["3"]["estimated_seconds"], rows["4"]["estimated_seconds"]
-    lines = script.table({"shares": {"v6e": 0.5}, "runs": rows}).splitlines()[2:]
+    results = {"shares": {"v6e": 0.5}, "factors": {"v6e": 1.4}, "runs": rows}
+    lines = script.table(results).splitlines()[2:]
     assert lines == [
-        "| 1 | a run | 8 x 1 | fit | 1 |  | 0.5 | 1.1 | +10.0% | MaxText's own words, without 1 flags |",
-        "| 2 | a run | 8 x 1 | test | 1 |  | 0.7 (assumed) | 1 | +0.0% | MaxText's own words |",
-        "| 3 | a run | 8 x 1 | test | 2.5 | derived |  |  |  | failed: too large |",
-        "| 4 | a run | 8 x 1 | test | 2.5 |  |  |  |  | not compiled |",
+        "| 1 | a run | 8 x 1 | fit | 1 |  | 0.5 | 1.1 | +10.0% | +10.0% | MaxText's own words, without 1 flags |",
+        "| 2 | a run | 8 x 1 | test | 1 |  | 0.7 (assumed) | 1 | +0.0% | +0.0% | MaxText's own words |",
+        "| 3 | a run | 8 x 1 | test | 2.5 | derived |  |  |  |  | failed: too large |",
+        "| 4 | a run | 8 x 1 | test | 2.5 |  |  |  |  |  | not compiled |",
     ]
 
 
@@ -101,7 +102,7 @@ def test_errors_are_those_of_each_half(script):
         "4": row("fit", 1.0, 1.02),
         "5": {"chip": "v6e", "half": "test"},  # not compiled
     }
-    found = script.errors(rows, {"v6e": 0.5, "v5p": 0.5})
+    found = script.errors(rows, lambda row: script.relative_error(row, 0.5))
     assert found == {
         "v6e test": {"runs": 2, "median": pytest.approx(0.15), "worst": pytest.approx(-0.2)},
         "v5p test": {"runs": 1, "median": pytest.approx(0.05), "worst": pytest.approx(0.05)},
@@ -109,8 +110,25 @@ def test_errors_are_those_of_each_half(script):
         "v6e fit": {"runs": 1, "median": pytest.approx(0.02), "worst": pytest.approx(0.02)},
         "all fit": {"runs": 1, "median": pytest.approx(0.02), "worst": pytest.approx(0.02)},
     }
-    lines = script.errors_table({"shares": {"v6e": 0.5}, "errors": found}).splitlines()
-    assert lines[4] == "| v6e | 0.5 | 1 | 2.0% | +2.0% | 2 | 15.0% | -20.0% |"
+    results = {
+        "shares": {"v6e": 0.5},
+        "errors": found,
+        "factors": {"v6e": 1.6},
+        "factor_errors": {},
+    }
+    lines = script.errors_table(results).splitlines()
+    assert lines[4] == "| v6e | 0.5 | 1 | 2.0% | +2.0% | 2 | 15.0% | -20.0% | 1.6 |  |  |  |  |"
+
+
+def test_the_factor_is_fitted_on_one_half_alone(script):
+    rows = {
+        "1": row("fit", 2.0, 1.0),  # at a share of 0.7 it is 1 x 0.5 / 0.7
+        "2": row("fit", 1.8, 1.0),
+        "3": row("test", 9.0, 1.0),
+        "4": row("test", 9.0, 1.0, chip="v5p"),
+    }
+    assert script.fitted_factors(rows) == {"v6e": 2.66}
+    assert script.relative_error(rows["1"], 0.7, 2.8) == pytest.approx(0.0)
 
 
 def test_the_page_has_the_tables_of_the_results(script):

@@ -473,6 +473,15 @@ def milliseconds(lines, chip, **options):
     return operation.basis, pytest.approx(step.total * 1e3)
 
 
+def test_a_larger_block_than_known_takes_the_bundles_of_its_numbers():
+    step, tile, row = SCHEDULED["v6e", "fwd", 1024, 128]
+    cycles = 32 * (4 * step + 3 * 4 * tile + 2 * 2 * row)  # 4,096 positions are two blocks of 2,048
+    basis = milliseconds(forward_kernel(2048), "v6e")
+    assert basis == ("scheduled", cycles / 1.75e6)
+    known = milliseconds(forward_kernel(1024), "v6e")[1].expected
+    assert 1 < basis[1].expected / known < 1.2  # more of the square is in tiles of the diagonal
+
+
 def test_known_attention_kernels_take_their_final_schedule():
     def of_heads(tile, row, heads=32):
         return heads * (36 * tile + 8 * row) / 1.75e6  # visible tiles, and blocks of rows
