@@ -255,7 +255,7 @@ def compile_words(
         text = "" if limits.whole else scheduled_text(child, folder / "dump")
         child.wait()
         kept = [folder / "mesh.json", folder / "facts.json"]
-        facts = {"words": words, "flags": flags}
+        facts: dict[str, Any] = {"words": words, "flags": flags}
         for path in filter(Path.exists, kept):
             facts |= json.loads(path.read_text())
         program = folder / "program.hlo.gz"
@@ -557,7 +557,7 @@ def table(results: dict[str, Any]) -> str:
             cells = [f"{share}{word}", f"{estimate:.3g}", *(f"{error:+.1%}" for error in found)]
         how = compiled.get("by", "not compiled")
         if "error" in compiled:
-            how = f"failed: {compiled['error'].splitlines()[-1][:120]}"
+            how = f"failed: {max(compiled['error'].splitlines(), key=len)[:160]}"
         if compiled.get("until"):
             how += f", {compiled['until']}"
         if compiled.get("other_words"):

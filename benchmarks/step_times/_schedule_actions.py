@@ -3,6 +3,7 @@ transfer, loop.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections import Counter
@@ -20,7 +21,7 @@ from shardopt.hlo._hlo_text import (
     operands,
     tiled_nbytes,
 )
-from shardopt.hlo._program import CompiledProgram, product_flops
+from shardopt.hlo._program import CompiledProgram, _computation, _convolution, _dot
 from shardopt.hlo._walk import (
     CollectiveSite,
     callees,
@@ -145,6 +146,8 @@ class Reader:
         self.sending = computations_with_collectives(self.program.module)
         self.fusions = FusionReader(self.program.module)
         self.units = VectorUnits.of(self.chip, self.memory_share)
+        module = self.program.module
+        self._flops = functools.cache(lambda name, _: _computation(module, name, self._flops, None))
         unread = unread_starts(self.program.module)
         if unread:
             self.assumed["SparseCore start without a collective, counted as nothing"] = len(unread)
@@ -259,10 +262,12 @@ class Reader:
         return Compute(line, seconds, memory_seconds=min(memory_seconds, seconds))
 
     def _product_seconds(self, line: Instruction, shapes: dict[str, str]) -> float:
-        """Return the seconds of the products of an operation of XLA at the chip's peak."""
-        flops = product_flops(self.program.module, line, shapes)
-        eight_bits = self.fusions.multiplies_eight_bits(line)
-        return flops / (self.chip.flops * (2 if eight_bits else 1))
+        """Return the seconds of the flops of an operation of XLA at the chip's peak."""
+        if line.opcode == "fusion":
+            flops = self._flops(callees(line)[0], True).total
+        else:
+            flops = (_dot if line.opcode == "dot" else _convolution)(line, shapes)
+        return flops / (self.chip.flops * (2 if self.fusions.multiplies_eight_bits(line) else 1))
 
     def _estimated_cycles(self, line: Instruction) -> int | None:
         """Return the cycles that XLA writes on an instruction; None if it writes none."""

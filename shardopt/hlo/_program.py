@@ -402,14 +402,6 @@ def inner_product_flops(
     return None if math.isinf(total) else total
 
 
-def product_flops(module: Module, line: Instruction, shapes: Mapping[str, str]) -> float:
-    """Return the flops of inner products in an operation, a product or a fusion with products."""
-    if line.opcode in ("dot", "convolution"):
-        return (_dot if line.opcode == "dot" else _convolution)(line, shapes)
-    flops = functools.cache(lambda name, _: _computation(module, name, flops, None))
-    return _sum(flops(callee, True) for callee in callees(line)).total
-
-
 class _Flops(NamedTuple):
     """Flops of a computation: outside of branches, and in the branches directly in it."""
 
