@@ -59,7 +59,7 @@ def row(half, measured, estimated, chip="v6e", **fields):
     )
 
 
-SHARES = [round(0.3 + 0.05 * step, 2) for step in range(15)]
+SHARES = [round(0.3 + 0.1 * step, 1) for step in range(8)]
 
 
 def test_the_share_is_fitted_on_one_half_alone(script):
