@@ -362,6 +362,7 @@ def read_programs(rows: dict[str, Any], folder: Path) -> None:
 
 _KEPT = (
     "by",
+    "until",
     "other_words",
     "words",
     "refused_flags",
