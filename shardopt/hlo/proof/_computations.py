@@ -13,6 +13,7 @@ from shardopt.hlo._walk import KINDS, branches_of
 from shardopt.hlo.proof import _collectives, _indexing, _rules
 from shardopt.hlo.proof._convolution import convolution
 from shardopt.hlo.proof._cublas import Gemm, read_gemm
+from shardopt.hlo.proof._interpret_numpy import UFUNCS, reduce_rows
 from shardopt.hlo.proof._lines import Line, combiner, major_to_minor
 from shardopt.hlo.proof._lookup import noted
 from shardopt.hlo.proof._neighbours import block_of, window
@@ -184,7 +185,12 @@ class Derivation:
         kind = self.reduction(line)
         half = len(operands) // 2
         if half == 1 and kind is not None:
-            value = _rules.reduce(line, operands[0], operands[1], kind)
+            value, initial = operands
+            if value.data is not None and initial.data is not None and kind in UFUNCS:
+                axes = tuple(dim + 1 for dim in line.integers("dimensions"))
+                ufunc = UFUNCS[kind]
+                return known(reduce_rows(ufunc, value.data.array, axes, initial.data.array), line)
+            value = _rules.reduce(line, value, initial, kind)
             return _settled(value, operands)
         removed = line.integers("dimensions")
         values = _indexing.along_whole(line, operands[:half], removed)

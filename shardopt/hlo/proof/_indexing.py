@@ -293,14 +293,13 @@ def scatter(line: Line, values: Sequence[DerivedValue], kind: str | None) -> Der
     same += [(batch_of_operand[j], i) for i, j in pairs if j in batch_of_operand]
     operand, updates = unify(operand, updates, same)
     scattered = line.integers("scatter_dims_to_operand_dims")
-    is_sum = operand.zero and kind == "add"
     for dim in {*scattered, *windows} - dict(same).keys():
         local = operand.shape[dim]
-        rows = scattered_rows(indices, local) if is_sum and scattered == (dim,) else None
-        if rows is not None:  # zeros, except in the rows of each device
-            at, size = rows
-            new_dim = (Factor(local, size, at),)
-            indices = without(indices, Hidden("device", at, 0, line.order))
+        rows = scattered_rows(indices, local) if kind == "add" and scattered == (dim,) else None
+        # the rows of each device, of zeros or of an array that is split in the same way
+        new_dim = () if rows is None else (Factor(local, rows[1], rows[0]),)
+        if rows is not None and (operand.zero or operand.dims[dim] == new_dim):
+            indices = without(indices, Hidden("device", rows[0], 0, line.order))
         elif is_whole(operand.dims[dim]):
             new_dim = whole(local, line.devices)
         else:

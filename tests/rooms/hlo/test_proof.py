@@ -378,6 +378,85 @@ def test_a_slice_before_the_sum_of_a_scatter_is_found():
     assert problem_of(text, ROWS, WRITTEN_SCATTER).groups == ((0, 1, 2, 3),)
 
 
+ADDED_TO_ROWS = """ENTRY %main (table: f32[4,6], ids: s32[8,1], x: f32[8,6]) -> f32[4,6] {
+  %table = f32[4,6]{1,0} parameter(0), sharding={devices=[4,1]<=[4]}
+  %ids = s32[8,1]{1,0} parameter(1), sharding={replicated}
+  %x = f32[8,6]{1,0} parameter(2), sharding={replicated}
+  %id = u32[] partition-id()
+  %starts = s32[4]{0} constant({0, 4, 8, 12})
+  %one = s32[1]{0} dynamic-slice(%starts, %id), dynamic_slice_sizes={1}
+  %start = s32[] reshape(%one)
+  %all = s32[8,1]{1,0} broadcast(%start), dimensions={}
+  %places = s32[8,1]{1,0} abs(%ids)
+  %own = s32[8,1]{1,0} subtract(%places, %all)
+  %rows = f32[8,6]{1,0} tanh(%x)
+  ROOT %r = f32[4,6]{1,0} scatter(%table, %own, %rows), update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%sum
+}
+"""
+WRITTEN_ADDED = """ENTRY %main (table: f32[16,6], ids: s32[8,1], x: f32[8,6]) -> f32[16,6] {
+  %table = f32[16,6]{1,0} parameter(0)
+  %ids = s32[8,1]{1,0} parameter(1)
+  %x = f32[8,6]{1,0} parameter(2)
+  %rows = f32[8,6]{1,0} tanh(%x)
+  ROOT %r = f32[16,6]{1,0} scatter(%table, %ids, %rows), update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1, to_apply=%sum
+}
+"""
+
+
+def test_rows_are_added_to_an_array_that_is_split_in_the_same_way():
+    text = ADDED_TO_ROWS
+    assert proof_of(text, ROWS).verdict == "derived"
+    assert proof_of(text, ROWS, WRITTEN_ADDED).verdict == "proved"
+    for before, after in (
+        ("{0, 4, 8, 12}", "{4, 0, 8, 12}"),  # the rows of another device
+        ("{0, 4, 8, 12}", "{0, 4, 8, 13}"),
+        ("f32[4,6]{1,0} parameter(0), sharding={devices=[4,1]<=[4]}", SWAPPED),
+        ("subtract(%places, %all)", "subtract(%all, %places)"),
+        ("(%table, %own", "(%table, %ids"),
+    ):
+        wrong = changed(text, before, after)
+        assert proof_of(wrong, ROWS).verdict in ("unknown", "wrong")
+        assert proof_of(wrong, ROWS, WRITTEN_ADDED).verdict == "wrong"
+    # terms of a sum are added to rows that are whole
+    terms = changed(text, "%rows = f32[8,6]{1,0} tanh(%x)", TERMS_OF_ROWS)
+    assert proof_of(terms, ROWS).verdict in ("unknown", "wrong")
+
+
+SWAPPED = "f32[4,6]{1,0} parameter(0), sharding={devices=[4,1]1,0,2,3}"
+TERMS_OF_ROWS = """%squares = f32[6,6]{1,0} dot(%table, %table), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  %rows = f32[8,6]{1,0} dot(%x, %squares), lhs_contracting_dims={1}, rhs_contracting_dims={0}"""
+LARGEST_START = """
+%largest (a: s32[], b: s32[]) -> s32[] {
+  %a = s32[] parameter(0)
+  %b = s32[] parameter(1)
+  ROOT %c = s32[] maximum(%a, %b)
+}
+
+""" + SHARDS.replace(
+    """  %table = s32[4]{0} constant({0, 2, 4, 6})
+  %one = s32[1]{0} dynamic-slice(%table, %id), dynamic_slice_sizes={1}
+""",
+    """  %table = s32[4,2]{1,0} constant({ { 0, 0 }, { 1, 2 }, { 4, 3 }, { 5, 6 } })
+  %first = s32[] constant(0)
+  %two = s32[1,2]{1,0} dynamic-slice(%table, %id, %first), dynamic_slice_sizes={1,2}
+  %one = s32[1]{0} reduce(%two, %first), dimensions={1}, to_apply=%largest
+""",
+)
+
+
+def test_a_reduction_of_known_numbers_is_known():
+    assert proof_of(LARGEST_START, ROWS).verdict == "derived"
+    assert proof_of(LARGEST_START, ROWS, WRITTEN_SHARDS).verdict == "proved"
+    for before, after in (
+        ("maximum(%a, %b)", "add(%a, %b)"),
+        ("constant(0)\n  %two", "constant(1)\n  %two"),
+        ("{ 1, 2 }", "{ 1, 3 }"),
+    ):
+        wrong = changed(LARGEST_START, before, after)
+        assert proof_of(wrong, ROWS).verdict == "wrong"
+        assert proof_of(wrong, ROWS, WRITTEN_SHARDS).verdict == "wrong"
+
+
 TOKENS = """ENTRY %main (x: s32[1,6]) -> s32[4,5] {
   %x = s32[1,6]{1,0} parameter(0), sharding={devices=[4,1]<=[4]}
   %ids = s32[1,5]{1,0} slice(%x), slice={[0:1], [1:6]}
