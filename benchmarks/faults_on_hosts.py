@@ -311,7 +311,7 @@ def _goes_on(draw, job, hosts, died, expected, row):
 def undisturbed(count, folder):
     """Return the parameters of a run without a fault."""
     with network(count) as hosts:
-        job = Job(hosts, folder, "launch")
+        job = Job(hosts, folder, "by hand")
         try:
             codes = job.wait(range(count), 300)
         finally:
