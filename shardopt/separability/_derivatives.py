@@ -181,14 +181,14 @@ def _all_agree(
     """
     if len(rule_relations) != len(results) + len(expected):
         return False
-    return not any(map(_loses_mark, rule_relations, results)) and all(
-        b is None or (is_zero(a) and not isinstance(b, Known)) or implies(site, a, b)
-        for a, b in zip(rule_relations, [*results, *expected], strict=True)
+    drawn = list(map(is_drawn, results))
+    # the derivative of a value that is not drawn may be multiplied by one of another device
+    may_be_drawn = [*drawn, *[all(drawn)] * len(expected)]
+    return all(
+        (draws or not is_drawn(a))
+        and (b is None or (is_zero(a) and not isinstance(b, Known)) or implies(site, a, b))
+        for a, b, draws in zip(rule_relations, [*results, *expected], may_be_drawn, strict=True)
     )
-
-
-def _loses_mark(rule_result: Relation, result: Relation) -> bool:
-    return is_drawn(rule_result) and not is_drawn(result)
 
 
 def implies(site: EquationPair, a: Relation, b: Relation) -> bool:

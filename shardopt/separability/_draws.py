@@ -112,7 +112,7 @@ def follow_keys(
     is_draw = site.name in DRAWS
     if is_draw and is_drawn(relations[0]) and not _keys_of(relations[:1]):
         return unknown_results(site, relations, "hidden")
-    if relations and isinstance(relations[0], Split) and draws_together(site.whole_eqn):
+    if draws_together(site.whole_eqn) and isinstance(relations[0], Split):
         return unknown_results(site, relations, "keys")
     for_rows = is_draw and any(isinstance(result, Split) for result in results)
     passes_keys = is_draw or (

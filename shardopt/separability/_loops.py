@@ -41,7 +41,7 @@ from shardopt.trace._parts import reached_from
 from shardopt.trace._primitives import library_name, words
 from shardopt.trace._walk import scan_parts, while_parts
 
-CALLS = frozenset(["jit", *CHECKPOINTS])
+CALLS = {"jit", *CHECKPOINTS}
 """Primitives that only call a function."""
 MAX_ROUNDS = 8
 """The number of rounds after which the search for relations that hold before every turn gives up.
@@ -56,11 +56,11 @@ def scan(proof: ProofSettings, site: EquationPair, relations: list[Relation]) ->
     bodies = site.both_params("jaxpr")
     num_turns = site.both_params("length")
     if site.params["reverse"] != site.piece_eqn.params["reverse"]:
-        return [site.unknown("traces")] * site.num_results
+        return unknown_results(site, relations, "traces")
     if num_turns[0] == num_turns[1] * site.num_pieces:
         return _scan_over_rows(proof, site, relations)
     if num_turns[0] != num_turns[1]:
-        return [site.unknown("loop")] * site.num_results
+        return unknown_results(site, relations, "loop")
     consts, carry, _ = scan_parts(site.whole_eqn, relations)
     scanned = scan_parts(site.whole_eqn, resolve_numbers(site, relations))[2]
     turn_operands = [_with_dims(site, relation, -1) for relation in scanned]

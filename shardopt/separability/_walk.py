@@ -50,7 +50,7 @@ from shardopt.trace._jaxprs import (
     open_jaxpr,
     shape_of,
 )
-from shardopt.trace._marks import ATTENTION, POSITIONS, ROW_MAXIMUM, has_mark
+from shardopt.trace._marks import ATTENTION, POSITIONS, ROW_MAXIMUM, Kind, has_mark
 from shardopt.trace._parts import abstract_value
 from shardopt.trace._primitives import library_name
 
@@ -145,8 +145,8 @@ def _same_kind(whole_eqn: JaxprEqn, piece_eqn: JaxprEqn) -> bool:
             (getattr(var.aval, "dtype", None), len(shape_of(var)))
             for var in (*eqn.invars, *eqn.outvars)
         ]
-        # the name of a marked function is of its own type
-        name = type(eqn.params.get("name"))
+        name = eqn.params.get("name")
+        name = name if isinstance(name, Kind) else None
         return eqn.primitive, name, len(eqn.invars), len(eqn.outvars), types
 
     return kind(whole_eqn) == kind(piece_eqn)
@@ -416,7 +416,7 @@ def _collective(
             for relation in relations
         ]
     if set(axes) != set(proof.row_axes) or not axes:
-        return [site.unknown("primitive")] * site.num_results
+        return unknown_results(site, relations, "primitive")
     if site.name == "all_gather" and axes != proof.row_axes:
         return [site.unknown("position")]
     return [

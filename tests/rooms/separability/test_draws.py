@@ -467,6 +467,44 @@ def test_words_of_a_key_that_are_looked_up_are_known_on_pieces_of_one_row():
     assert mixing(loss, pieces=8) is not None
 
 
+@jax.custom_jvp
+def drawn_tangent(x, key):
+    return x * 1.0
+
+
+@drawn_tangent.defjvp
+def _(primals, tangents):
+    return primals[0] * 1.0, tangents[0] * uniform(primals[1]).astype(tangents[0].dtype)
+
+
+@jax.custom_vjp
+def drawn_cotangent(x, key):
+    return x * 1.0
+
+
+drawn_cotangent.defvjp(
+    lambda x, key: (x * 1.0, key), lambda key, cotangent: (cotangent * uniform(key), None)
+)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("f", [drawn_tangent, drawn_cotangent])
+def test_a_derivative_that_is_drawn_is_refused_if_its_result_is_not(f):
+    """Else a sum over devices multiplies draws of two devices, where one device squares its own."""
+
+    def loss(p, b, rng):
+        return f(so.losses.batch_mean(f(b * p, rng)), rng)
+
+    call = LossCall(
+        key=jax.eval_shape(lambda: jax.random.key(0)),
+        context=RowContext(("data",), 2),
+        axis_sizes={"data": 2},
+    )
+    arguments = abstract((jnp.float32(0), jnp.zeros(8, jnp.float32)))
+    with as_users_have_it():
+        assert find_mixing(loss, *arguments, Cut(2), call) is not None
+
+
 @pytest.mark.fast
 def test_a_rule_that_asks_for_all_rows_is_refused():
     def loss(p, b):
