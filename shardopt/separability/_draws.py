@@ -115,14 +115,7 @@ def follow_keys(
     if draws_together(site.whole_eqn) and isinstance(relations[0], Split):
         return unknown_results(site, relations, "keys")
     for_rows = is_draw and any(isinstance(result, Split) for result in results)
-    passes_keys = is_draw or (
-        site.name in PASSES_KEYS
-        # else the result may be a constant, or the key that is hidden in other numbers
-        and all(
-            _keys_of([relation]) if _holds_keys(atom) else not is_drawn(relation)
-            for atom, relation in zip(site.whole_eqn.invars, relations, strict=True)
-        )
-    )
+    passes_keys = is_draw or _passes_keys(site, relations)
     is_key = [
         passes_keys and isinstance(result, Same) and _holds_keys(atom)
         for atom, result in zip(site.whole_eqn.outvars, results, strict=True)
@@ -149,6 +142,17 @@ def follow_keys(
             result = dataclasses.replace(result, keys=frozenset(result_keys))
         followed.append(result)
     return followed
+
+
+def _passes_keys(site: EquationPair, relations: Sequence[Relation]) -> bool:
+    """Return whether a result of an equation, if it is a key, is one of the keys of its operands.
+
+    Else it may be a constant, or the key that is hidden in other numbers.
+    """
+    return site.name in PASSES_KEYS and all(
+        _keys_of([relation]) if _holds_keys(atom) else not is_drawn(relation)
+        for atom, relation in zip(site.whole_eqn.invars, relations, strict=True)
+    )
 
 
 def draws_together(eqn: JaxprEqn) -> bool:

@@ -175,12 +175,15 @@ class Reference:
             is_finite = all(map(_tells, results))
             if not is_finite:
                 # Only some results are compared, so a side counts if one of these depends on it.
-                tried = reached[:MOST_CHANGED] if draw >= count else []
-                reached = [choice for choice in tried if self._matters(choice, draw)]
+                reached = self._that_matter(reached, draw) if draw >= count else []
                 taken |= {choice: before[choice] for choice in taken if choice not in reached}
             if reached or (is_finite and draw < count):
                 draws.append(draw)
         return tuple(draws)
+
+    def _that_matter(self, choices: Sequence[tuple[str, str]], draw: int) -> list[tuple[str, str]]:
+        """Return the first choices, as many as are tried, that decide a finite result of a draw."""
+        return [choice for choice in choices[:MOST_CHANGED] if self._matters(choice, draw)]
 
     def _matters(self, choice: tuple[str, str], draw: int) -> bool:
         """Return whether a finite result of a draw is another one if a choice is made otherwise."""

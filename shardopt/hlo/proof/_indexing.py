@@ -296,9 +296,8 @@ def scatter(line: Line, values: Sequence[DerivedValue], kind: str | None) -> Der
     for dim in {*scattered, *windows} - dict(same).keys():
         local = operand.shape[dim]
         rows = scattered_rows(indices, local) if kind == "add" and scattered == (dim,) else None
-        # the rows of each device, of zeros or of an array that is split in the same way
-        new_dim = () if rows is None else (Factor(local, rows[1], rows[0]),)
-        if rows is not None and (operand.zero or operand.dims[dim] == new_dim):
+        new_dim = _dim_of_own_rows(operand, dim, rows)
+        if rows and new_dim:
             indices = without(indices, Hidden("device", rows[0], 0, line.order))
         elif is_whole(operand.dims[dim]):
             new_dim = whole(local, line.devices)
@@ -309,6 +308,19 @@ def scatter(line: Line, values: Sequence[DerivedValue], kind: str | None) -> Der
     terms = _terms(line, updates, indices, summed, kind)
     hidden = added([operand, terms], line.order, kind or "add")
     return DerivedValue(line.dims, operand.dims, hidden)
+
+
+def _dim_of_own_rows(
+    operand: DerivedValue, dim: int, rows: tuple[Positions, int] | None
+) -> tuple[Factor, ...] | None:
+    """Return the factors of a dim if devices add to rows of their own, None if they do not.
+
+    The operand is 0, or it is split in the same way.
+    """
+    if rows is None:
+        return None
+    factors = (Factor(operand.shape[dim], rows[1], rows[0]),)
+    return factors if operand.zero or operand.dims[dim] == factors else None
 
 
 def _terms(
