@@ -152,6 +152,22 @@ def equal_entries_for_rows(rng: np.random.Generator) -> RuleCase:
     return _trained([operand], run, num_pieces)
 
 
+def mean_of_equal_entries(rng: np.random.Generator) -> RuleCase:
+    """Return a case of a rule for the mean of one number that stands for each row."""
+    num_pieces = int(rng.choice([2, 3]))
+    rows = int(rng.integers(1, 4))
+    factor = [lambda count: 1.0, lambda count: count, lambda count: 1.0 / count][rng.integers(3)]
+    mean = jax.custom_vjp(lambda x: x.mean())
+    mean.defvjp(
+        lambda x: (x.mean(), x), lambda x, ct: (jnp.broadcast_to(ct * factor(len(x)), x.shape),)
+    )
+    operands = [
+        Operand(Same(), ((), ())),
+        Operand(Split(0), ((rows * num_pieces,), (rows,))),
+    ]
+    return _trained(operands, lambda p, x: mean(jnp.broadcast_to(p, x.shape)), num_pieces)
+
+
 OF_WEIGHTS: list[Callable[..., tuple[Any, Any]]] = [
     lambda w, x, ct: ((ct * x).sum(0), ct * w),
     lambda w, x, ct: ((ct * x).sum(0), ct * w),
@@ -491,6 +507,7 @@ CASES: dict[str, list[Callable[[np.random.Generator], RuleCase]]] = {
         reordered_cotangents,
         drawn_by_a_rule,
         equal_entries_for_rows,
+        mean_of_equal_entries,
     ],
     "custom_jvp_call": [custom_jvp],
     "custom_linear_solve": [linear_solve, solved_rows, scaled_solution],
