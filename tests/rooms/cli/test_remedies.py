@@ -56,7 +56,10 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize("words", MESSAGES, ids=lambda words: words.replace(TINY, "")[:60])
-def test_an_error_begins_with_its_command_and_its_remedy_names_options(words, tmp_path, capsys):
+def test_an_error_begins_with_its_command_and_its_remedy_names_options(
+    words, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # the README's command leaves a run in the folder where it began
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "short.txt").write_text("short")
     names = {"folder": tmp_path, "file": tmp_path / "short.txt", "run": tmp_path / "run"}
