@@ -34,18 +34,19 @@ def make_optimizer(
     tx = optax.inject_hyperparams(factory, static_args=list(_other_parameters(factory)))(
         make_schedule(learning_rate, steps), **arguments
     )
-    _check_arguments(text, tx)
     return optax.chain(optax.clip_by_global_norm(clip), tx) if clip else tx
 
 
-def _check_arguments(text: str, tx: optax.GradientTransformation) -> None:
+def _check_arguments(
+    text: str, factory: Callable[..., optax.GradientTransformation], arguments: dict[str, Any]
+) -> None:
     """Refuse arguments with which an optimizer cannot update one matrix."""
 
     def update(params):
+        tx = optax.with_extra_args_support(factory(1e-3, **arguments))
         # optimizers with a line search evaluate the loss themselves
         of_the_loss = {"value": 0.0, "grad": params, "value_fn": optax.tree.sum}
-        run = optax.with_extra_args_support(tx).update
-        return run(params, tx.init(params), params, **of_the_loss)
+        return tx.update(params, tx.init(params), params, **of_the_loss)
 
     try:
         jax.eval_shape(update, {"kernel": jax.ShapeDtypeStruct((4, 4), "float32")})
@@ -87,6 +88,7 @@ def find_optimizer(text: str) -> tuple[Callable[..., optax.GradientTransformatio
     if unknown_names:
         problem = f"--optimizer {name} has no argument {' or '.join(map(repr, unknown_names))}."
         raise value_error(problem, fix=f"it takes {', '.join(keywords) or 'none'}.")
+    _check_arguments(text, functions[name], arguments)
     return functions[name], arguments
 
 

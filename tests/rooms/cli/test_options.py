@@ -256,6 +256,8 @@ def test_anything_but_a_name_with_literal_arguments_is_refused(text):
 def test_arguments_with_which_an_optimizer_cannot_run_are_refused(text):
     with pytest.raises(ValueError, match=re.escape(f"--optimizer {text} cannot run: ")):
         make_optimizer(text, learning_rate=0.1, steps=4, clip=1.0)
+    with pytest.raises(ValueError, match=re.escape(f"--optimizer {text} cannot run: ")):
+        find_optimizer(text)  # as `plan` does
 
 
 @pytest.mark.parametrize(
