@@ -345,6 +345,7 @@ class _Linear(NamedTuple):
 
 
 AT_MOST = -1
+"""The slot of a number that is known by its upper bound alone."""
 
 
 def _limit(module: Module, condition: _Reference) -> tuple[int, _Linear, bool]:

@@ -59,16 +59,21 @@ MEASURED = {
     "h100": (12, 1.54, 1.62, 1.97),
 }
 """Chip -> public runs of dense models in bfloat16, and how many times as long as predicted their steps
-took: least, median, most. `docs/notes/measured_runs.md` has them.
+took: shortest, median, longest. `docs/notes/measured_runs.md` has them.
 """
 
 
 def known_error(chip: str) -> str:
     """Return how far measured runs were from predictions, as a sentence."""
-    seconds = "on no chip of this name were steps measured; on others they took 0.78 to 1.97"
     if chip in MEASURED:
-        runs, least, median, most = MEASURED[chip]
-        seconds = f"{runs} measured runs on {chip} took {least} to {most} (median {median})"
+        runs, shortest, median, longest = MEASURED[chip]
+        seconds = f"{runs} measured runs on {chip} took {shortest} to {longest} (median {median})"
+    else:
+        _, shortest, _, longest = zip(*MEASURED.values(), strict=True)
+        seconds = (
+            "on no chip of this name were steps measured; on others they took"
+            f" {min(shortest)} to {max(longest)}"
+        )
     return (
         f"all numbers are estimated: {seconds} times as long\n"
         "memory: 70B on v5e took 15 to 17% more"

@@ -96,9 +96,9 @@ def stated_connection() -> Connection | None:
 def at_listen_address(connection: Connection) -> Connection:
     """Let jax listen at the address that the environment states; return the connection for that.
 
-    By itself gloo takes what the name of the host means: 127.0.1.1 on Debian, where no other host
-    reaches it, or an address that strangers reach. And process 0 listens at all addresses, also
-    where jax detects the address (MPI).
+    By itself gloo takes the address that belongs to the name of the host. On Debian it is 127.0.1.1,
+    where no other host reaches it; elsewhere strangers may reach it. Process 0 listens at all
+    addresses. It does so too where jax detects the address (MPI).
     """
     address = os.environ.get(LISTEN_ADDRESS)
     if address is None:
@@ -109,10 +109,10 @@ def at_listen_address(connection: Connection) -> Connection:
     _jax.make_gloo_tcp_collectives = functools.partial(make_collectives, hostname=address)
     if connection.address is None:
         return connection
-    own = f"{address}:{connection.address.rpartition(':')[2]}"
-    options = (connection.options or {}) | {"coordinator_bind_address": own}
+    bind_address = f"{address}:{connection.address.rpartition(':')[2]}"
+    options = (connection.options or {}) | {"coordinator_bind_address": bind_address}
     # process 0 may know the name of its host as 127.0.1.1, and does not listen there
-    target = connection.address if connection.rank else own
+    target = connection.address if connection.rank else bind_address
     return connection._replace(address=target, options=options)
 
 

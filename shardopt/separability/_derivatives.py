@@ -182,12 +182,13 @@ def _all_agree(
     if len(rule_relations) != len(results) + len(expected):
         return False
     drawn = list(map(is_drawn, results))
-    # the derivative of a value that is not drawn may be multiplied by one of another device
-    may_be_drawn = [*drawn, *[all(drawn)] * len(expected)]
+    # a value that is not drawn may go through a sum over devices, whose derivative would multiply the
+    # draws of two devices
+    may_be_drawn = drawn + [all(drawn)] * len(expected)
     return all(
-        (draws or not is_drawn(a))
+        (may_draw or not is_drawn(a))
         and (b is None or (is_zero(a) and not isinstance(b, Known)) or implies(site, a, b))
-        for a, b, draws in zip(rule_relations, [*results, *expected], may_be_drawn, strict=True)
+        for a, b, may_draw in zip(rule_relations, [*results, *expected], may_be_drawn, strict=True)
     )
 
 

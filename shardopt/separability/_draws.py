@@ -228,8 +228,10 @@ def one_of_keys(a: frozenset[KeyPath], b: frozenset[KeyPath]) -> frozenset[KeyPa
 
     Empty if one value may be no key, which is the same in all pieces, or a hidden one.
     """
-    if a == b or not (a and b):
-        return a & b
+    if a == b:
+        return a
+    if not a or not b:
+        return frozenset()
     several = len(a) > 1 or len(b) > 1 or any(MANY in key for key in a | b)
     step = MANY if several else ANY
     shortest = min(a | b, key=len)

@@ -146,8 +146,8 @@ def _same_kind(whole_eqn: JaxprEqn, piece_eqn: JaxprEqn) -> bool:
             for var in (*eqn.invars, *eqn.outvars)
         ]
         name = eqn.params.get("name")
-        name = name if isinstance(name, Kind) else None
-        return eqn.primitive, name, len(eqn.invars), len(eqn.outvars), types
+        mark = name if isinstance(name, Kind) else None
+        return eqn.primitive, mark, len(eqn.invars), len(eqn.outvars), types
 
     return kind(whole_eqn) == kind(piece_eqn)
 

@@ -188,10 +188,12 @@ class Reference:
     def _matters(self, choice: tuple[str, str], draw: int) -> bool:
         """Return whether a finite result of a draw is another one if a choice is made otherwise."""
         self.interpreter.changed = choice
-        others = self.interpreter.run(self.arguments(draw))
+        changed_results = self.interpreter.run(self.arguments(draw))
         self.interpreter.changed = None
-        pairs = zip(self.results(draw), others, strict=True)
-        return any(_tells(result) and not np.array_equal(result, other) for result, other in pairs)
+        return any(
+            _tells(result) and not np.array_equal(result, changed)
+            for result, changed in zip(self.results(draw), changed_results, strict=True)
+        )
 
     def values(self, draw: int) -> Recorded:
         """Return the value of each instruction."""
