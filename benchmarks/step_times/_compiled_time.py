@@ -65,7 +65,7 @@ class StepSeconds(NamedTuple):
       total: compute + exposed. Without estimates `total`, `compute`, `exposed` and `hidden` are
         None.
       compute: seconds that the TensorCore computes.
-      exposed: seconds that the TensorCore waits for other devices.
+      exposed: seconds that the TensorCore waits for other devices or for the host.
       hidden: seconds of transfers that overlap with computation.
       operations: the ten most expensive operations, exposed collectives included.
       spans: the timeline, ordered by start time.
@@ -200,9 +200,10 @@ def step_seconds(
         kernel takes less than its bytes. `CompiledOperation.basis` says which.
       - A device of v4 or v5p has two TensorCores. They share a kernel's rows and heads as far as it
         lets them.
+      - A copy to or from the host takes its bytes over the published link, one each way. What a
+        SparseCore does beside the TensorCore and sends nothing takes its bytes, as a copy does.
       - Not counted: the latency of collectives, the start of each operation, the HBM that
-        collectives read and write, copies to the host, missing wrap-around links, other programs on
-        the same links.
+        collectives read and write, missing wrap-around links, other programs on the same links.
     """
     if kernels not in get_args(Kernels):
         problem = f"kernels must be 'scheduled' or 'stated', got {kernels!r}."
@@ -338,7 +339,7 @@ class _Walk:
                     self.wait(key)
                 case Branch(body) if branches:
                     self.run(body, times)
-                case Loop(body, trip_count, taken) if body in self.reader.sending:
+                case Loop(body, trip_count, taken, sends=True):
                     for turn in range(trip_count):
                         self.run(body, branches=turn < taken)
                 case Loop(body, trip_count):

@@ -23,6 +23,7 @@ from shardopt.hlo._hlo_text import (
 )
 from shardopt.hlo._program import CompiledProgram, _computation, _convolution, _dot
 from shardopt.hlo._walk import (
+    ON_SPARSE_CORE,
     CollectiveSite,
     callees,
     chain_of,
@@ -41,6 +42,7 @@ from step_times._attention_kernels import (
     scheduled_cycles,
     shared_by_cores,
 )
+from step_times._links import HOST_BANDWIDTHS
 from step_times._vector_work import (
     KERNELS,
     FusionReader,
@@ -69,7 +71,7 @@ class Compute(NamedTuple):
 
 
 class Start(NamedTuple):
-    """A transfer begins, over the mesh axes `axes`; alone it takes `seconds`."""
+    """A transfer begins, over the mesh axes `axes` or the link to the host; alone it takes `seconds`."""
 
     key: str
     line: Instruction
@@ -79,7 +81,7 @@ class Start(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A copy between HBM and VMEM begins beside the TensorCore; alone it takes `seconds`."""
+    """A copy in the memory of a chip begins beside the TensorCore; alone it takes `seconds`."""
 
     key: str
     line: Instruction
@@ -95,12 +97,14 @@ class Done(NamedTuple):
 class Loop(NamedTuple):
     """A computation runs `turns` times.
 
-    The branches directly in it run in the first `taken` iterations only.
+    The branches directly in it run in the first `taken` iterations only. `sends` says that a turn
+    has transfers, which overlap with other turns.
     """
 
     computation: str
     turns: int
     taken: int
+    sends: bool
 
 
 class Branch(NamedTuple):
@@ -148,9 +152,12 @@ class Reader:
         self.units = VectorUnits.of(self.chip, self.memory_share)
         module = self.program.module
         self._flops = functools.cache(lambda name, _: _computation(module, name, self._flops, None))
+        self._sends = functools.cache(self._has_transfers)
         unread = unread_starts(self.program.module)
         if unread:
-            self.assumed["SparseCore start without a collective, counted as nothing"] = len(unread)
+            self.assumed["SparseCore start without a collective, counted by its bytes"] = len(
+                unread
+            )
 
     def read(self, name: str) -> tuple[Action, ...]:
         """Return the actions of a computation, in the order of its schedule."""
@@ -172,7 +179,7 @@ class Reader:
             elif line.opcode == "conditional":
                 yield Branch(max(callees(line), key=self.cost))
             elif line.opcode == "call":
-                yield from (Loop(callee, 1, 1) for callee in callees(line))
+                yield from (Loop(callee, 1, 1, self._sends(callee)) for callee in callees(line))
             else:
                 yield from computation.actions(line)
 
@@ -188,7 +195,15 @@ class Reader:
         taken = turns
         if self.schedule is not None and turns == self.schedule.num_ticks:
             taken = max(len(np.unique(ticks)) for ticks in self.schedule.ticks.passes.values())
-        return Loop(attributes(line)["body"].lstrip("%"), turns, taken)
+        body = attributes(line)["body"].lstrip("%")
+        return Loop(body, turns, taken, self._sends(body))
+
+    def _has_transfers(self, name: str) -> bool:
+        """Return whether a computation sends something to another device or to the host."""
+        return name in self.sending or any(
+            _is_host_copy(line) or any(map(self._sends, callees(line)))
+            for line in self.program.module.computations.get(name, ())
+        )
 
     def cost(self, name: str) -> float:
         """Return the seconds of a computation without any overlap of its actions."""
@@ -196,7 +211,7 @@ class Reader:
             times = []
             for action in self.read(name):
                 match action:
-                    case Loop(body, turns):
+                    case Loop(body, turns, _, _):
                         times.append(turns * self.cost(body))
                     case Branch(body):
                         times.append(self.cost(body))
@@ -274,17 +289,55 @@ class Reader:
         match = _CYCLES.search(line.arguments)
         return int(match[1]) if match and int(match[1]) < _UNKNOWN_CYCLES else None
 
-    def copy(self, line: Instruction) -> Copy | None:
-        """Return a copy that begins with an instruction; None for a copy to or from the host."""
-        parts = elements(line.shape)
-        if not _COPIES.search(line.opcode) or len(parts) < 2 or "S(5)" in line.shape:
+    def copy(self, line: Instruction) -> Copy | Start | None:
+        """Return a copy that begins with an instruction, or any other work of a SparseCore; None for
+        other instructions.
+
+        A copy to or from the host is a transfer over its link.
+        """
+        moved = self._copied_bytes(line)
+        if not moved:
             return None
-        # a copy has its result and its input, an asynchronous slice its inputs and its result
-        result, source = parts[:2]
-        if result.startswith("("):
-            result, source = source, elements(result)[0]
-        moved = tiled_nbytes(result) * (is_in_hbm(result) + is_in_hbm(source))
-        return Copy(line.name, line, self.units.seconds(moved, VectorWork(0)))
+        if not _is_host_copy(line):
+            return Copy(line.name, line, self.units.seconds(moved, VectorWork(0)))
+        if self.chip.name not in HOST_BANDWIDTHS:
+            self.assumed["copy to or from the host of unknown bandwidth, counted as nothing"] += 1
+            return None
+        result, _ = _result_and_inputs(line)
+        return Start(
+            line.name,
+            line,
+            "copy",
+            ("from the host" if is_in_hbm(result) else "to the host",),
+            moved / HOST_BANDWIDTHS[self.chip.name],
+        )
+
+    def _copied_bytes(self, line: Instruction) -> int:
+        """Return the bytes that a copy beside the TensorCore reads from HBM and writes to it."""
+        on_sparse_core = ON_SPARSE_CORE in line.arguments and line.opcode.endswith("-start")
+        if not on_sparse_core and not _COPIES.search(line.opcode):
+            return 0
+        if callees(line):
+            return sum(map(self._moved_in, callees(line)))
+        result, inputs = _result_and_inputs(line)
+        if not inputs:
+            return 0
+        source = inputs[0]
+        if line.opcode.startswith("dynamic-update-slice"):
+            result = inputs[1]  # an update in place moves what it brings
+        return tiled_nbytes(result) * (is_in_hbm(result) + is_in_hbm(source))
+
+    def _moved_in(self, name: str) -> int:
+        """Return the bytes that the instructions of a computation move in HBM."""
+        lines = self.program.module.computations.get(name, ())
+        shapes = {line.name: line.shape for line in lines}
+        moved = 0
+        for line in lines:
+            if line.opcode != "fusion" and callees(line):
+                moved += sum(map(self._moved_in, callees(line)))
+            elif line.opcode not in _FREE:
+                moved += self.fusions.moved_bytes(line, shapes)
+        return moved
 
     def _kernel(self, line: Instruction, shapes: dict[str, str]) -> Compute:
         """Return the computation of a Pallas kernel: by its final schedule, or by its flops at the
@@ -346,7 +399,7 @@ class _Computation:
     sites: dict[str, list[CollectiveSite]]
     begun_chains: set[str] = dataclasses.field(default_factory=set)
     keys: dict[str, str] = dataclasses.field(default_factory=dict)
-    delayed: dict[str, list[Start]] = dataclasses.field(default_factory=dict)
+    delayed: dict[str, list[Start | Copy]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.last_pieces = {
@@ -374,7 +427,7 @@ class _Computation:
 
     def _begin(self, line: Instruction) -> Iterator[Action]:
         sites = self.sites[line.name]
-        starts = []
+        starts: list[Start | Copy | None] = []
         ends = []
         for site in sites:
             chain = chain_of(site.instruction)
@@ -387,15 +440,16 @@ class _Computation:
                 ends.append(Done(key))
             elif not chain:
                 self.keys[line.name] = key
-        starts = [start for start in starts if start is not None]
+        if not sites:
+            copy = self.reader.copy(line)
+            starts = [copy]
+            if copy:
+                self.keys[line.name] = copy.key
+        begun = [start for start in starts if start]
         if line.name in self.keys and not operands(line):
-            self.delayed[line.name] = starts
+            self.delayed[line.name] = begun
         else:
-            yield from starts
-        copy = None if sites else self.reader.copy(line)
-        if copy:
-            self.keys[line.name] = copy.key
-            yield copy
+            yield from begun
         if not line.opcode.endswith("-start"):
             compute = self.reader.compute(line, self.shapes, sends=bool(sites))
             if compute.seconds:
@@ -452,6 +506,17 @@ def _rendezvous(line: Instruction) -> str | None:
     """Return the name that a send to another slice and its recv have in common."""
     match = re.search(r'_xla_host_transfer_rendezvous="([^"]*)"', line.arguments)
     return match[1] if match else None
+
+
+def _result_and_inputs(line: Instruction) -> tuple[str, tuple[str, ...]]:
+    """Return the shapes of a start: a copy has its result first, an asynchronous slice its inputs."""
+    first, *others = elements(line.shape)
+    return (others[0], elements(first)) if first.startswith("(") else (first, tuple(others))
+
+
+def _is_host_copy(line: Instruction) -> bool:
+    """Return whether a copy begins whose result or input lies in the memory of the host."""
+    return bool(_COPIES.search(line.opcode)) and "S(5)" in line.shape
 
 
 def _stem(line: Instruction) -> str:

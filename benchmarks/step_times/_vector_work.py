@@ -204,11 +204,18 @@ class FusionReader:
             return tiled_nbytes(shape)
         total = 0
         for user, place in self._users_in(computation).get(name, ()):
-            if user.opcode in _FOLLOWED:
+            if user.opcode in _FOLLOWED or self._only_moves(user):
                 total += self._read_in(computation, user.name, shape)
             else:
                 total += self._read(user, place, shape, body)
         return min(total, tiled_nbytes(shape))
+
+    def _only_moves(self, line: Instruction) -> bool:
+        """Return whether a fusion in a fusion changes only the layout or the dtype of its input."""
+        return line.opcode == "fusion" and all(
+            inner.opcode == "parameter" or inner.opcode in _FOLLOWED
+            for inner in self._body(_callee(line)).values()
+        )
 
     def _written(self, line: Instruction, shape: str, body: dict[str, Instruction]) -> int:
         """Return the bytes that an operation writes to a result of this shape."""

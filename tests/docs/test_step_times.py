@@ -31,6 +31,7 @@ with imported("step_times") as step_times:
     hardware_of = step_times._compiled_time.hardware_of
     SCHEDULED = step_times._attention_kernels.SCHEDULED
     MEMORY_SHARES = step_times._vector_work.MEMORY_SHARES
+    HOST_BANDWIDTHS = step_times._links.HOST_BANDWIDTHS
     VECTOR_KERNELS = step_times._vector_work.KERNELS
 
 pytestmark = pytest.mark.fast
@@ -681,8 +682,82 @@ def test_a_copy_into_vmem_takes_the_bandwidth_that_operations_leave():
     # each turn of a loop has its own copy; its product reads a tuple of 4,004 bytes
     body = "\n  ".join(line.replace("%p", "%x") for line in copied(work("a", 10_000)))
     assert sums(seconds(loop(), computations=LOOP.format(lines=body)))[0] == 3 * 12_100
-    to_the_host = [line.replace("S(1)", "S(5)") for line in copied(work("a", 0))]
-    assert sums(seconds(*to_the_host[:3]))[0] == 0
+
+
+def host_copy(opcode, *between):
+    """Return a copy to the host or from it, in a loop of three turns, and its operations."""
+    here, there = "f32[1000]{0}", "f32[1000]{0:S(5)}"
+    stack = "f32[3,1000]{1,0:S(5)}"
+    shapes = {
+        "copy": f"({there}, {here}, u32[]{{:S(2)}})",
+        "dynamic-slice": f"(({stack}, s32[]), {here}, u32[]{{:S(2)}})",
+        "dynamic-update-slice": f"(({stack}, f32[1,1000]{{1,0}}, s32[]), {stack}, u32[]{{:S(2)}})",
+    }
+    lines = [f"%s = {shapes[opcode]} {opcode}-start(%x)", *between, f"%d = {here} copy-done(%s)"]
+    return loop(), LOOP.format(lines="\n  ".join(lines))
+
+
+@pytest.mark.parametrize("opcode", ["copy", "dynamic-slice", "dynamic-update-slice"])
+def test_a_copy_to_the_host_takes_its_bytes_over_the_link(opcode, monkeypatch):
+    line, computation = host_copy(opcode, work("a", 10_000, inputs="%x"))
+    unknown = seconds(line, computations=computation)
+    assert sums(unknown) == [30_000, 30_000, 0, 0]
+    assert unknown.notes[0].endswith("the host of unknown bandwidth, counted as nothing")
+    monkeypatch.setitem(HOST_BANDWIDTHS, CHIP.name, 0.25e9)  # 4,000 bytes take 16,000
+    step = seconds(line, computations=computation)
+    assert sums(step) == [3 * 16_000, 30_000, 18_000, 30_000]
+    way = "from the host" if opcode == "dynamic-slice" else "to the host"
+    assert list(step.collectives) == [("copy", (way,))]
+
+
+def test_copies_one_way_share_the_link_to_the_host(monkeypatch):
+    monkeypatch.setitem(HOST_BANDWIDTHS, CHIP.name, 0.25e9)
+    shapes = "(f32[1000]{0:S(5)}, f32[1000]{0}, u32[]{:S(2)})"
+    back = "(f32[1000]{0}, f32[1000]{0:S(5)}, u32[]{:S(2)})"
+
+    def total(*shapes):
+        starts = [f"%s{at} = {shape} copy-start(%p)" for at, shape in enumerate(shapes)]
+        ends = [f"%d{at} = f32[1000]{{0}} copy-done(%s{at})" for at in range(len(shapes))]
+        return sums(seconds(*starts, work("a", 0), *ends))[0]
+
+    assert total(shapes, shapes) == 32_000
+    assert total(shapes, back) == 16_000
+
+
+ON_SPARSE_CORE = """
+%moved (a: f32[1000]) -> f32[1000] {
+  %a = f32[1000]{0} parameter(0)
+  ROOT %c = f32[1000]{0} copy(%a)
+}, execution_thread="sparsecore"
+
+%called (a: f32[1000]) -> f32[1000] {
+  %a = f32[1000]{0} parameter(0)
+  ROOT %c = f32[1000]{0} call(%a), to_apply=%moved
+}, execution_thread="sparsecore"
+"""
+
+
+def test_what_the_sparse_core_copies_takes_the_bandwidth_that_operations_leave():
+    """It reads and writes 8,000 bytes, of which a product of 10,000 leaves time for 2,000."""
+    thread = 'async_execution_thread="sparsecore"'
+    at_start = [
+        f"%s = ((f32[1000]{{0}}), f32[1000]{{0}}, u32[]) call-start(%p), {thread}, to_apply=%called",
+        work("a", 10_000),
+        "%d = f32[1000]{0} call-done(%s)",
+    ]
+    at_update = [
+        f"%s = ((), (), (s32[8]{{0}})) async-start(), {thread}, calls=%called",
+        work("before", 20_000),
+        "%u = ((f32[1000]{0}), f32[1000]{0}, (s32[8]{0})) async-update(%s, %p)",
+        work("a", 10_000),
+        "%d = f32[1000]{0} async-done(%u)",
+    ]
+    for lines, expected in ((at_start, 16_000), (at_update, 36_000)):
+        step = seconds(*lines, computations=ON_SPARSE_CORE)
+        assert sums(step) == [expected, expected, 0, 0]
+        assert step.notes == (
+            "assumed: 1 x SparseCore start without a collective, counted by its bytes",
+        )
 
 
 SLICES = """
@@ -700,6 +775,19 @@ SLICES = """
   %zero = s32[] constant(0)
   ROOT %t = f32[1,1000]{1,0} dynamic-slice(%stack, %at, %zero), dynamic_slice_sizes={1,1000}
 }
+
+%other_tiles (stack: f32[9,1000]) -> f32[9,1000] {
+  %stack = f32[9,1000]{1,0} parameter(0)
+  ROOT %c = f32[9,1000]{1,0} copy(%stack)
+}
+
+%take_of_other_tiles (stack: f32[9,1000], at: s32[]) -> f32[1,1000] {
+  %stack = f32[9,1000]{1,0} parameter(0)
+  %at = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %tiles = f32[9,1000]{1,0} fusion(%stack), kind=kLoop, calls=%other_tiles
+  ROOT %t = f32[1,1000]{1,0} dynamic-slice(%tiles, %at, %zero), dynamic_slice_sizes={1,1000}
+}
 """
 
 
@@ -711,12 +799,14 @@ def test_slices_and_updates_in_place_move_what_they_take():
         "%at = s32[] bitcast(%p)",
         "%u = f32[9,1000]{1,0} fusion(%stack, %row, %at), kind=kLoop, calls=%update",
         "%t = f32[1,1000]{1,0} fusion(%stack, %at), kind=kLoop, calls=%take",
+        "%o = f32[1,1000]{1,0} fusion(%stack, %at), kind=kLoop, calls=%take_of_other_tiles",
         computations=SLICES,
     )
     # a row is read and written, and the place is read
     assert {operation.name: round(operation.seconds * 1e9) for operation in step.operations} == {
         "u": 8_004,
         "t": 8_004,
+        "o": 8_004,
     }
 
 
