@@ -8,6 +8,7 @@ often than a row of the whole batch.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from shardopt.core import is_key
 from shardopt.separability._elementwise import elementwise, unknown_results
 from shardopt.separability._proof import ProofSettings
 from shardopt.separability._relations import (
@@ -31,7 +33,7 @@ from shardopt.separability._relations import (
     is_drawn,
     is_exactly_same,
 )
-from shardopt.trace._primitives import library_name, words
+from shardopt.trace._primitives import IDENTITIES, library_name, words
 
 
 def draw(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
@@ -70,7 +72,7 @@ def fold_in(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]
     """
     key, number = relations
     if is_drawn(key) and isinstance(number, Known) and differing_dims(site.result_shapes()):
-        num_keys = [int(np.prod(shape)) for shape in site.result_shapes()]
+        num_keys = list(map(math.prod, site.result_shapes()))
         num_values = [np.unique(x).size for x in (number.whole_values, number.piece_values)]
         return draw(site, [key]) if num_keys == num_values else unknown_results(site, relations)
     results = elementwise(site, relations)
@@ -79,11 +81,11 @@ def fold_in(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]
 
 DRAWS = words("random_bits random_split random_fold_in")
 """Primitives whose numbers, or keys, follow from the key of an operand."""
-KEEPS_KEYS = words("random_wrap random_unwrap squeeze")
+KEEPS_KEYS = IDENTITIES | words("random_wrap random_unwrap squeeze")
 """Primitives whose result is the key of the operand."""
 PASSES_KEYS = KEEPS_KEYS | words(
-    "broadcast_in_dim concatenate copy dynamic_slice optimization_barrier random_seed reshape rev"
-    " select_n slice split transpose unstack"
+    "broadcast_in_dim concatenate device_put dynamic_slice gather optimization_barrier random_seed"
+    " reshape rev select_n slice split tile transpose unstack"
 )
 """Primitives whose result is a key of an operand, or one that is made from it.
 
@@ -116,27 +118,26 @@ def follow_keys(
         return unknown_results(site, relations, "keys")
     for_rows = is_draw and any(isinstance(result, Split) for result in results)
     passes_keys = is_draw or _passes_keys(site, relations)
-    is_key = [
+    are_keys = [
         passes_keys and isinstance(result, Same) and _holds_keys(atom)
         for atom, result in zip(site.whole_eqn.outvars, results, strict=True)
     ]
-    is_read = not is_draw and not all(is_key)
+    is_read = not is_draw and not all(are_keys)
     if site.name == "random_bits" or for_rows or is_read:
         use = tuple(map(id, (*site.callers, site.whole_eqn)))
         proof.key_uses.update({(key, use): for_rows for key in keys})
-        uses = proof.key_uses.items()
         if any(
             (for_rows or other_for_rows)
             and (other_use != (key, use) or MANY in key)
             and _may_be_equal(key, other_use[0])
             for key in keys
-            for other_use, other_for_rows in uses
+            for other_use, other_for_rows in proof.key_uses.items()
         ):
             return unknown_results(site, relations, "reused")
     followed = []
     for i, result in enumerate(results):
         if isinstance(result, Same):
-            result_keys = keys if is_key[i] else ()
+            result_keys = keys if are_keys[i] else ()
             if site.name not in KEEPS_KEYS:
                 result_keys = [(*key, _step(site, relations, key, i)) for key in result_keys]
             result = dataclasses.replace(result, keys=frozenset(result_keys))
@@ -149,6 +150,8 @@ def _passes_keys(site: EquationPair, relations: Sequence[Relation]) -> bool:
 
     Else it may be a constant, or the key that is hidden in other numbers.
     """
+    if site.params.get("mode") == jax.lax.GatherScatterMode.FILL_OR_DROP:
+        return False
     return site.name in PASSES_KEYS and all(
         _keys_of([relation]) if _holds_keys(atom) else not is_drawn(relation)
         for atom, relation in zip(site.whole_eqn.invars, relations, strict=True)
@@ -182,7 +185,8 @@ def _step(
         return "at", i
     if site.name == "slice" and comes_from_list:
         (start,), (end,) = site.params["start_indices"], site.params["limit_indices"]
-        return ("at", start) if end == start + 1 else ANY
+        if end == start + 1:
+            return "at", start
     return ANY
 
 
@@ -242,5 +246,4 @@ def one_of_keys(a: frozenset[KeyPath], b: frozenset[KeyPath]) -> frozenset[KeyPa
 
 def _holds_keys(atom: Any) -> bool:
     """Return whether a value may be a key, or its bits."""
-    dtype = atom.aval.dtype
-    return dtype == jnp.uint32 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    return atom.aval.dtype == jnp.uint32 or is_key(atom.aval)

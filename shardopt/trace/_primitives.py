@@ -65,7 +65,9 @@ SPECIAL = words(
 )
 """Expensive primitives: functions that are computed by a series or a loop."""
 
-IDENTITIES = words("copy layout_constraint name pvary reshard sharding_constraint stop_gradient")
+IDENTITIES = words(
+    "copy layout_constraint name pvary random_clone reshard sharding_constraint stop_gradient"
+)
 """Primitives that change no value, only its placement, name or gradient. `device_put` is left out:
 it has one result per operand.
 """

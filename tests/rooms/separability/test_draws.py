@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from support.piecewise import as_users_have_it
 from support.tiers import tiered
 
@@ -41,6 +42,11 @@ def masked(mask):
 
 def uniform(key, shape=()):
     return jax.random.uniform(key, shape)
+
+
+def replicated():
+    mesh = so.make_mesh(data=1, devices=jax.devices()[:1])
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
 
 def of_row(key, i):
@@ -355,6 +361,9 @@ NO_KEYS_OF_A_DEVICE = {
         lambda p, rng: jax.random.fold_in(jax.random.key(0), jax.random.bits(rng) & 1)
     ),
     "a seed of few numbers": by_rows(lambda p, rng: jax.random.key(jax.random.bits(rng) & 1)),
+    "a place of a list that is not there": by_rows(
+        lambda p, rng: jnp.take(jax.random.split(rng), p["w"][0].astype(int), mode="fill")
+    ),
 }
 """Losses whose rows draw from a key that may be the same on all devices."""
 OWN = {
@@ -383,6 +392,19 @@ OWN = {
         jnp.sum(errors(p, {"x": b["x"] * jax.random.bernoulli(rng, 0.5, (3,))})), rows(b)
     ),
     "noise": lambda p, b, rng: jnp.mean(errors(p, {"x": b["x"] + jax.random.normal(rng, b["x"].shape)})),
+    "a key that moves to a device": by_rows(lambda p, rng: jax.device_put(rng)),
+    "a key that is cloned, as by a scan of flax linen": by_rows(lambda p, rng: jax.random.clone(rng)),
+    "a key with a name": with_bits(lambda p, bits: checkpoint_name(bits, "bits")),
+    "a key with a constraint": by_rows(
+        lambda p, rng: jax.lax.with_sharding_constraint(rng, replicated())
+    ),
+    "a key that is placed on a mesh, as by flax nnx": by_rows(
+        lambda p, rng: jax.sharding.reshard(rng, replicated())
+    ),
+    "a key of a list that is looked up": by_rows(
+        lambda p, rng: jax.random.split(rng, 3)[jnp.array([2, 0])][0]
+    ),
+    "a key that is repeated": by_rows(lambda p, rng: jnp.tile(rng[None], 2)[1]),
 }  # fmt: skip
 
 
