@@ -35,8 +35,9 @@ class CompiledOperation(NamedTuple):
       waits: whether it is a collective that the TensorCore waits for.
       op_name: its name in jax, such as "jit(step)/dot_general".
       source: "file:line" of the user's code; "" if the program does not contain it.
-      basis: of a Pallas kernel: "scheduled" by its final schedule, "stated" by its flops at the
-        chip's peak, or "bytes"; "" for other operations.
+      basis: of a Pallas kernel: "scheduled" by its final schedule, "tiles" by the whole tiles of a
+        grouped product, "stated" by its flops at the chip's peak, or "bytes"; "" for other
+        operations.
     """
 
     name: str
@@ -195,7 +196,8 @@ def step_seconds(
         mesh axis share its links equally as long as they last.
       - XLA estimates no Pallas kernels. Splash attention takes the VLIW bundles of its final
         schedule, one a cycle, in blocks and heads whose schedule is known
-        (`benchmarks/kernel_schedules.py`), but at least its flops at the chip's peak. Other kernels
+        (`benchmarks/kernel_schedules.py`), but at least its flops at the chip's peak. A grouped product
+        takes the flops and bytes of the tiles that its kernel visits. Other kernels
         take their stated flops at the chip's peak, splash attention those of its visible tiles. No
         kernel takes less than its bytes. `CompiledOperation.basis` says which.
       - A device of v4 or v5p has two TensorCores. They share a kernel's rows and heads as far as it

@@ -42,6 +42,7 @@ from step_times._attention_kernels import (
     scheduled_cycles,
     shared_by_cores,
 )
+from step_times._grouped_products import grouped_work
 from step_times._links import HOST_BANDWIDTHS
 from step_times._vector_work import (
     KERNELS,
@@ -347,6 +348,12 @@ class Reader:
         memory_seconds = self.units.seconds(
             self.fusions.moved_bytes(line, shapes), self._kernel_work(line, inputs)
         )
+        grouped = grouped_work(line, inputs)
+        if grouped:
+            share = shared_by_cores(self.chip.cores, grouped.parallel) * self.chip.cores
+            memory_seconds = self.units.seconds(grouped.nbytes, VectorWork(0))
+            seconds = max(share * grouped.flops / self.chip.flops, memory_seconds)
+            return Compute(line, seconds, "tiles", memory_seconds)
         call = kernel_call(line, inputs, self.chip.name)
         flops_seconds = kernel_flops(line, inputs) / self.chip.flops
         if self.chip.name in _TWICE_AS_FAST.get(line.name.partition("_")[0], ()):

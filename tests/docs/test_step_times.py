@@ -552,6 +552,50 @@ def test_one_group_of_heads_uses_one_of_two_cores():
     assert milliseconds(backward_kernel(groups=1), "v6e", kernels="stated") == ("stated", 0.25)
 
 
+def grouped_product(kind, columns=300):
+    """Return the kernel that jax lowers for 1,024 rows in 4 groups and tiles of 512 x 256 x 256."""
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
+
+    def run(rows, other, sizes):
+        if kind == "gmm":
+            return gmm(rows, other, sizes, jnp.bfloat16, (512, 256, 256))
+        return tgmm(rows.swapaxes(0, 1), other, sizes, jnp.bfloat16, (512, 256, 256))
+
+    shapes = [(1024, 300), (4, 300, columns) if kind == "gmm" else (1024, columns)]
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+    lowered = jax.jit(run).trace(*arguments, sizes).lower(lowering_platforms=("tpu",)).as_text()
+    (config,) = re.findall(r'tpu_custom_call.*?backend_config = "(.*?)", kernel_name', lowered)
+    text = re.sub(r"\s|\\0A", "", config.replace("\\22", '"'))
+    tables = ["s32[]", "s32[5]", "s32[5]", "s32[5]", "s32[1]"]
+    dims = [",".join(map(str, shape)) for shape in shapes]
+    result = f"bf16[1024,{columns}]" if kind == "gmm" else f"bf16[4,300,{columns}]"
+    inputs = [*tables, *(f"bf16[{sizes}]" for sizes in dims)]
+    return attention(kind, result, inputs, f", backend_config={text}")
+
+
+@pytest.mark.parametrize("kind", ["gmm", "tgmm"])
+def test_a_grouped_product_takes_the_tiles_that_it_visits(kind):
+    """Two tiles of rows in four groups are five visits. 300 columns are two tiles of 256."""
+    step = seconds(*grouped_product(kind))
+    assert [(operation.name, operation.basis) for operation in step.operations] == [
+        (f"{kind}.1", "tiles")
+    ]
+    assert sums(step)[0] == 2 * 5 * 512 * 512 * 512 > 2 * 1024 * 300 * 300
+    slow_memory = dataclasses.replace(CHIP, memory_bandwidth=1e6)
+    text = program(*grouped_product(kind))
+    by_bytes = step_seconds(text, mesh=MESH, hardware=slow_memory, memory_share=1)
+    other, result = (256 * 256, 1024 * 300) if kind == "gmm" else (512 * 256, 4 * 300 * 300)
+    loaded = 5 * 2 * 2 * (512 * 256 + other) + result
+    assert sums(by_bytes)[0] == pytest.approx(2 * loaded * 1e3)
+    # a core cannot help with one tile of columns
+    two_cores = dataclasses.replace(CHIP, cores=2)
+    narrow = program(*grouped_product(kind, columns=200))
+    for other in (text, narrow):
+        shared = step_seconds(other, mesh=MESH, hardware=two_cores, memory_share=1)
+        assert sums(shared)[0] == sums(step)[0]
+
+
 def test_kernels_of_int8_state_flops_at_the_peak_of_int8_where_a_chip_has_one():
     stated = ', backend_config={"custom_call_config":{"body":"x","cost_estimate":{"flops":"918000000000"}}}'
     lines = [*kernel("int8_forward", stated)[:2], work("a", 0)]
