@@ -114,7 +114,7 @@ def _shifted(line: Line, operands: Sequence[DerivedValue]) -> Shift | None:
     pairs = [(first, second), (second, first)] if sign == 1 else [(first, second)]
     for value, other in pairs:
         shift = value.facts.shift
-        plus = _splat(other, line.devices)
+        plus = splat(other, line.devices)
         if shift is not None and plus is not None:
             return Shift(shift.source, Positions.of(shift.plus.array + sign * plus))
     return None
@@ -128,13 +128,13 @@ def _compared(line: Line, operands: Sequence[DerivedValue]) -> Range | None:
         (*operands[::-1], MIRRORED.get(direction, "")),
     ):
         shift = value.facts.shift
-        bound = _splat(other, line.devices)
+        bound = splat(other, line.devices)
         if shift is not None and bound is not None and turned in MIRRORED:
             return _bounded(shift, bound, turned)
     return None
 
 
-def _splat(value: DerivedValue, devices: int) -> np.ndarray | None:
+def splat(value: DerivedValue, devices: int) -> np.ndarray | None:
     """Return the one known number of each device."""
     if value.data is None or not value.data.array.size:
         return None

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardopt.hlo._hlo_text import numbers, window_dims
 from shardopt.hlo.proof._lines import Line, dtype_of, major_to_minor
-from shardopt.hlo.proof._lookup import masked
+from shardopt.hlo.proof._lookup import masked, splat
 from shardopt.hlo.proof._parts import as_parts
 from shardopt.hlo.proof._value import (
     INPUT,
@@ -162,7 +162,23 @@ def _scalars_broadcast(values: Sequence[DerivedValue], line: Line) -> list[Deriv
 
 def _select(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     # A select that masks rows of other devices makes a term of a sum.
-    return masked(line, values) or _chosen(line, values)
+    return masked(line, values) or _of_one_device(line, values) or _chosen(line, values)
+
+
+def _of_one_device(line: Line, values: Sequence[DerivedValue]) -> DerivedValue | None:
+    """Return whole numbers that one device keeps beside zeros of the others: a term of a sum over
+    all devices. XLA adds the sums of the steps before by it.
+    """
+    predicate, value, other = values
+    taken = splat(predicate, line.devices)
+    if taken is None or line.devices == 1:
+        return None
+    if value.zero:
+        value, other, taken = other, value, 1 - taken
+    if taken.sum() != 1 or not other.zero or value.hidden or not all(map(is_whole, value.dims)):
+        return None
+    term = Hidden("add", Positions.of(np.arange(line.devices)), line.devices, line.order)
+    return DerivedValue(line.dims, value.dims, (term,))
 
 
 @_elementwise

@@ -422,6 +422,48 @@ def test_rows_are_added_to_an_array_that_is_split_in_the_same_way():
     assert proof_of(terms, ROWS).verdict in ("unknown", "wrong")
 
 
+ON_ONE_DEVICE = """ENTRY %main (w: f32[8,16], x: f32[2,8], y: f32[2,16]) -> f32[8,16] {
+  %w = f32[8,16]{1,0} parameter(0), sharding={replicated}
+  %x = f32[2,8]{1,0} parameter(1), sharding={devices=[4,1]<=[4]}
+  %y = f32[2,16]{1,0} parameter(2), sharding={devices=[4,1]<=[4]}
+  %id = u32[] partition-id()
+  %device = u32[] constant(0)
+  %is_first = pred[] compare(%id, %device), direction=EQ
+  %all = pred[8,16]{1,0} broadcast(%is_first), dimensions={}
+  %nothing = f32[] constant(0)
+  %zeros = f32[8,16]{1,0} broadcast(%nothing), dimensions={}
+  %chosen = f32[8,16]{1,0} select(%all, %w, %zeros)
+  %g = f32[8,16]{1,0} dot(%x, %y), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  %terms = f32[8,16]{1,0} add(%chosen, %g)
+  ROOT %r = f32[8,16]{1,0} all-reduce(%terms), replica_groups={{0,1,2,3}}, use_global_device_ids=true, channel_id=1, to_apply=%sum
+}
+"""
+WRITTEN_ON_ONE_DEVICE = """ENTRY %main (w: f32[8,16], x: f32[8,8], y: f32[8,16]) -> f32[8,16] {
+  %w = f32[8,16]{1,0} parameter(0)
+  %x = f32[8,8]{1,0} parameter(1)
+  %y = f32[8,16]{1,0} parameter(2)
+  %g = f32[8,16]{1,0} dot(%x, %y), lhs_contracting_dims={0}, rhs_contracting_dims={0}
+  ROOT %r = f32[8,16]{1,0} add(%w, %g)
+}
+"""
+
+
+def test_an_earlier_sum_that_one_device_adds_is_a_term():
+    """The right form of openxla/xla 49143."""
+    text = ON_ONE_DEVICE
+    assert proof_of(text).verdict == "derived"
+    assert proof_of(text, written=WRITTEN_ON_ONE_DEVICE).verdict == "proved"
+    for before, after in (
+        ("direction=EQ", "direction=NE"),  # three devices add it
+        ("constant(0)\n  %is", "constant(4)\n  %is"),  # none
+        ("{{0,1,2,3}}", "{{0,1},{2,3}}"),
+        ("add(%chosen, %g)", "add(%w, %g)"),
+    ):
+        wrong = changed(text, before, after)
+        assert proof_of(wrong).verdict in ("unknown", "wrong"), after
+        assert proof_of(wrong, written=WRITTEN_ON_ONE_DEVICE).verdict == "wrong", after
+
+
 SWAPPED = "f32[4,6]{1,0} parameter(0), sharding={devices=[4,1]1,0,2,3}"
 TERMS_OF_ROWS = """%squares = f32[6,6]{1,0} dot(%table, %table), lhs_contracting_dims={0}, rhs_contracting_dims={0}
   %rows = f32[8,6]{1,0} dot(%x, %squares), lhs_contracting_dims={1}, rhs_contracting_dims={0}"""
