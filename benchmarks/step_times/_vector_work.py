@@ -255,7 +255,7 @@ def _callee(line: Instruction) -> str:
 
 _EIGHT_BITS = ("s8", "u8", "f8")
 
-_FOLLOWED = ("bitcast", "reshape", "transpose", "copy", "convert")
+_FOLLOWED = ("bitcast", "reshape", "transpose", "copy", "convert", "pad")
 """Operations in a fusion that compute only what their reader takes."""
 
 _MOVES = frozenset(

@@ -832,6 +832,15 @@ SLICES = """
   %tiles = f32[9,1000]{1,0} fusion(%stack), kind=kLoop, calls=%other_tiles
   ROOT %t = f32[1,1000]{1,0} dynamic-slice(%tiles, %at, %zero), dynamic_slice_sizes={1,1000}
 }
+
+%take_of_padded (stack: f32[9,1000], at: s32[]) -> f32[1,1000] {
+  %stack = f32[9,1000]{1,0} parameter(0)
+  %at = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %c = f32[] constant(0)
+  %padded = f32[18,1000]{1,0} pad(%stack, %c), padding=0_9x0_0
+  ROOT %t = f32[1,1000]{1,0} dynamic-slice(%padded, %at, %zero), dynamic_slice_sizes={1,1000}
+}
 """
 
 
@@ -844,6 +853,7 @@ def test_slices_and_updates_in_place_move_what_they_take():
         "%u = f32[9,1000]{1,0} fusion(%stack, %row, %at), kind=kLoop, calls=%update",
         "%t = f32[1,1000]{1,0} fusion(%stack, %at), kind=kLoop, calls=%take",
         "%o = f32[1,1000]{1,0} fusion(%stack, %at), kind=kLoop, calls=%take_of_other_tiles",
+        "%q = f32[1,1000]{1,0} fusion(%stack, %at), kind=kLoop, calls=%take_of_padded",
         computations=SLICES,
     )
     # a row is read and written, and the place is read
@@ -851,6 +861,7 @@ def test_slices_and_updates_in_place_move_what_they_take():
         "u": 8_004,
         "t": 8_004,
         "o": 8_004,
+        "q": 8_004,
     }
 
 
