@@ -22,6 +22,7 @@ from shardopt.planning._aot import AotReport
 from shardopt.planning._hardware import HARDWARE, Hardware, find_hardware
 from step_times._links import Links
 from step_times._schedule_actions import Branch, Compute, Copy, Done, Kernels, Loop, Reader, Start
+from step_times._vector_work import error_bar
 from step_times._vector_work import memory_share as memory_share_of
 
 
@@ -74,6 +75,7 @@ class StepSeconds(NamedTuple):
       reason: why there are no estimates; None if there are.
       all_operations: all operations, the most expensive first.
       collectives: (kind, mesh axes) -> seconds of all its transfers, hidden ones too.
+      error: how far measured runs were from such estimates, in words.
     """
 
     total: float | None
@@ -86,6 +88,7 @@ class StepSeconds(NamedTuple):
     reason: str | None = None
     all_operations: tuple[CompiledOperation, ...] = ()
     collectives: Mapping[tuple[str, tuple[str, ...]], float] = {}
+    error: str = ""
 
     def to_json(self) -> dict[str, object]:
         """Return a dict of plain numbers and strings, with ten operations and without the timeline."""
@@ -114,7 +117,8 @@ class StepSeconds(NamedTuple):
         ):
             return f"step time unknown: {self.reason}"
         sums = (
-            f"{self.total * 1e3:.3f} ms per step, estimated: {self.compute * 1e3:.3f} compute, "
+            f"{self.total * 1e3:.3f} ms per step, estimated ({self.error}): "
+            f"{self.compute * 1e3:.3f} compute, "
             f"{self.exposed * 1e3:.3f} exposed communication ({self.hidden * 1e3:.3f} hidden)"
         )
         rows = [("ms", "share", "calls", "operation", "where")]
@@ -279,7 +283,7 @@ def walk_schedule(
     walk.run(program.module.entry)
     for key in list(walk.under_way):
         walk.wait(key)
-    return walk.result(read_frames(program.text))
+    return walk.result(read_frames(program.text))._replace(error=error_bar(chip.name, share))
 
 
 def _unknown(reason: str) -> StepSeconds:

@@ -26,11 +26,20 @@ from shardopt.hlo._hlo_text import (
 from shardopt.planning._hardware import Hardware
 
 _FILE = Path(__file__).with_name("memory_shares.csv")
-MEMORY_SHARES = {
-    row["generation"]: float(row["share"])
-    for row in csv.DictReader(_FILE.read_text(encoding="utf-8").splitlines())
+_ROWS = {
+    row["generation"]: row for row in csv.DictReader(_FILE.read_text(encoding="utf-8").splitlines())
 }
+MEMORY_SHARES = {name: float(row["share"]) for name, row in _ROWS.items()}
 """Generation of TPU -> the share of the HBM bandwidth that operations without products reach."""
+
+ERROR_BARS = {
+    name: (int(row["runs"]), float(row["least"]), float(row["most"]))
+    for name, row in _ROWS.items()
+    if row["least"]
+}
+"""Generation -> measured runs that chose no share, and how many times as long as estimated at its share
+they took: the shortest and the longest (`benchmarks/results/measured_runs.json`).
+"""
 
 LANES = 8 * 128
 """Numbers of 32 bits in a vector register."""
@@ -68,6 +77,20 @@ def memory_share(chip: Hardware) -> float:
         problem = f"{_FILE.name} has no share of the HBM bandwidth for {chip.name!r}."
         raise ValueError(error_text(problem, fix="pass memory_share=, such as 0.7."))
     return MEMORY_SHARES[chip.name]
+
+
+def error_bar(chip: str, share: float) -> str:
+    """Return how far measured runs were from estimates, in words.
+
+    Example:
+      >>> error_bar("v4", 0.7)
+      'no measured run on v4 tells the error'
+    """
+    if chip not in ERROR_BARS or share != MEMORY_SHARES[chip]:
+        at = f" at {share:g} of its bandwidth" * (chip in ERROR_BARS)
+        return f"no measured run on {chip}{at} tells the error"
+    runs, least, most = ERROR_BARS[chip]
+    return f"{runs} measured runs on {chip} took {least:.2f} to {most:.2f} times as long"
 
 
 @dataclasses.dataclass(frozen=True)

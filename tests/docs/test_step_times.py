@@ -31,6 +31,7 @@ with imported("step_times") as step_times:
     hardware_of = step_times._compiled_time.hardware_of
     SCHEDULED = step_times._attention_kernels.SCHEDULED
     MEMORY_SHARES = step_times._vector_work.MEMORY_SHARES
+    ERROR_BARS = step_times._vector_work.ERROR_BARS
     HOST_BANDWIDTHS = step_times._links.HOST_BANDWIDTHS
     VECTOR_KERNELS = step_times._vector_work.KERNELS
 
@@ -1034,7 +1035,8 @@ def test_it_prints_sums_the_dearest_and_what_was_assumed():
         named(work("a", 10_000), "stack_frame_id=5"), gather("g"), product, tables=TABLES
     )
     assert str(step).splitlines() == [
-        "0.036 ms per step, estimated: 0.022 compute, 0.014 exposed communication (0.000 hidden)",
+        "0.036 ms per step, estimated (no measured run on t tells the error): 0.022 compute,"
+        " 0.014 exposed communication (0.000 hidden)",
         "   ms  share  calls  operation           where",
         "0.014  38.9%      1  wait: all-gather g",
         "0.012  33.3%      1  dot",
@@ -1045,6 +1047,21 @@ def test_it_prints_sums_the_dearest_and_what_was_assumed():
     assert shown["total"] == pytest.approx(36e-6)
     assert shown["operations"][2] == step.operations[2]._asdict()
     assert (shown["notes"], shown["reason"]) == (list(step.notes), None)
+
+
+def test_the_error_bar_stands_beside_the_number(monkeypatch):
+    monkeypatch.setitem(ERROR_BARS, "v5p", (3, 0.98, 1.359))
+    text = program(work("a", 10_000))
+
+    def told(**options):
+        return str(step_seconds(text, mesh=MESH, hardware="v5p", **options)).split(":")[0]
+
+    assert told() == (
+        "0.006 ms per step, estimated (3 measured runs on v5p took 0.98 to 1.36 times as long)"
+    )
+    other = "no measured run on v5p at 0.25 of its bandwidth tells the error"
+    assert told(memory_share=0.25) == f"0.006 ms per step, estimated ({other})"
+    assert step_seconds(text, mesh=MESH, hardware="v5p").to_json()["error"].startswith("3 measured")
 
 
 def test_ten_operations_are_enough():
