@@ -79,6 +79,9 @@ def make_step(config: StrategyConfig, layout: Layout) -> Callable[[TrainState, P
     """Return the step, `(state, batch) -> TakenStep`, to be compiled."""
     differentiate = config.differentiate.gradients(config, layout)
     loss = config.differentiate.loss(config, layout)
+    sharded = config.placement.opt_state
+    specs_of_update = [plan.spec(sharded=sharded) for plan in layout.trained]
+    are_in_place = layout.reduce.grad_specs(config, layout) == specs_of_update
 
     # A function and not a value: the loss is traced once more only if the optimizer calls it.
     def value_fn(state: TrainState, batch: PyTree) -> Callable[[PyTree], jax.Array]:
@@ -93,6 +96,9 @@ def make_step(config: StrategyConfig, layout: Layout) -> Callable[[TrainState, P
         update = apply_update(config, layout, state.params, opt_state, gradients, value)
         params = all_gather_params(config, layout, update.params)
         opt_state = join_opt_state(config, layout, update, gradients)
+        if are_in_place:
+            # XLA gathers an array once for its norm and for an update that clips it
+            gradients = gradients._replace(grads=update.change.gradients)
         # The key stays. A step folds its number into it, so a restored run draws the same numbers.
         new_state = TrainState(state.step + 1, params, opt_state, state.rng)
         return TakenStep(new_state, metrics_of(config, layout, gradients), gradients, update)

@@ -250,15 +250,21 @@ def test_optimised_code_has_the_same_bits():
 
 
 @pytest.mark.slow
-def test_ddp_sends_the_bytes_of_an_all_reduce(mesh_of):
-    opt = make({"data": 8}, mesh_of)
+@pytest.mark.parametrize(
+    ("placement", "gathers"), [("ddp", 1), ("zero1", 2), ("zero2", 2), ("fsdp", 2)]
+)
+def test_gradients_are_exchanged_once_and_gathered_once_for_norm_and_clipping(
+    placement, gathers, mesh_of
+):
+    """ddp sends the bytes of an all-reduce; the others gather new parameters too."""
+    opt = make({"data": 8}, mesh_of, strategy=PLACEMENTS.get(placement, so.ddp))
     lowered = opt.step.lower(opt.init(PARAMS), batch_of(16, 0))
     sent = dict.fromkeys(["all-to-all", "all-gather"], 0)
     for collective in so.hlo.audit(lowered.compile()).collectives:
         sent[collective.kind] += collective.wire_bytes
     num_bytes = sum(leaf.nbytes for leaf in PARAMS.values())
     assert sent["all-to-all"] == num_bytes * 7 // 8
-    metrics = sent["all-gather"] - num_bytes * 7 // 8
+    metrics = sent["all-gather"] - gathers * num_bytes * 7 // 8
     assert 0 < metrics <= 7 * 4 * 5  # five numbers of each tile
 
 
