@@ -246,7 +246,10 @@ def history(row, steps, folder):
     rounds = []
     for part, place in enumerate(places):
         opt = strategy_of(row, *place)
-        state = so.restore(folder, opt) if part else opt.init(params, rng=jax.random.key(1))
+        if part:
+            state = so.restore(folder, opt, abstract_params=jax.eval_shape(lambda: params))
+        else:
+            state = opt.init(params, rng=jax.random.key(1))
         for step in range(part * steps // len(places), (part + 1) * steps // len(places)):
             is_last = row["ragged"] and step % 7 == 6
             batch = draw(row["ragged"] if is_last else ROWS, step)

@@ -91,16 +91,6 @@ def test_a_module_trains_as_nnx_trains_it_with_its_statistics(mesh_of):
     assert state.params["calls"][...] == 3  # evaluating changes nothing
 
 
-def test_a_module_with_dropout_runs_on_each_device_by_itself(mesh_of):
-    module = Dropped(nnx.Rngs(0))
-    params, loss_fn, _ = so.interop.nnx(
-        module, lambda model, batch: jnp.mean(model(batch["x"]) ** 2)
-    )
-    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn, micro_batches=2, view="per_device")
-    state, _ = opt.step(opt.init(params, jax.random.key(0)), BATCH)  # refused if not proved
-    assert state.step == 1
-
-
 @pytest.mark.slow
 def test_every_step_has_a_mask_of_its_own_and_evaluation_none(mesh_of):
     params, loss_fn, rules = so.interop.nnx(Dropped, kept)
