@@ -74,7 +74,7 @@ def environment(folder: Path, compiler: str, python: str) -> Path:
             f"{name}=={importlib.metadata.version(name)}" for name in PACKAGES if name not in named
         ]
         subprocess.run([python, "-m", "venv", str(folder / "env")], check=True)
-        install = [str(interpreter), "-m", "pip", "install", "--quiet", *compiler.split()]
+        install = [str(interpreter), "-m", "pip", "install", "-qq", *compiler.split()]
         subprocess.run([*install, *packages], check=True)
         done.touch()
     return interpreter
@@ -124,7 +124,7 @@ def version(path: Path) -> list[int]:
 def table_of(results: dict[str, dict[str, Any]]) -> tuple[list[str], list[str], list[list[str]]]:
     """Return the programs, the compilers, and the verdict of each program with each compiler."""
     columns = [
-        (f"{platform} {name.split('_')[0].replace('==', ' ')}", record)
+        (f"{platform} {label_of(name)}", record)
         for platform, compilers in results.items()
         for name, record in compilers.items()
     ]
@@ -139,6 +139,11 @@ def table_of(results: dict[str, dict[str, Any]]) -> tuple[list[str], list[str], 
 
     table = [[verdict(record, program) for _, record in columns] for program in programs]
     return list(programs), [label for label, _ in columns], table
+
+
+def label_of(compiler: str) -> str:
+    """Return the first package of a compiler and its version, without what pip adds to it."""
+    return re.sub(r"\[.*?\]", "", compiler.split("_")[0]).replace("==", " ")
 
 
 def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
@@ -161,6 +166,10 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
         linewidth=1,
     )
     axes.invert_yaxis()
+    platforms = [compiler.split()[0] for compiler in compilers]
+    for column in range(1, len(platforms)):
+        if platforms[column] != platforms[column - 1]:
+            axes.axvline(column, color="black", linewidth=2)
     centers = [index + 0.5 for index in range(max(len(compilers), len(programs)))]
     axes.set_xticks(centers[: len(compilers)], compilers, rotation=90, fontsize=8)
     axes.set_yticks(centers[: len(programs)], programs, fontsize=8)

@@ -31,6 +31,7 @@ def results(watch, tmp_path):
     write_record(tmp_path / "libtpu==0.0.50.1", "v5p", {"ddp: step": "proved"})
     write_record(tmp_path / "libtpu==0.0.9", "v5p", {"ddp: step": "wrong", "gpt: step": "agrees"})
     write_record(tmp_path / "jax==0.10.2_jaxlib==0.10.2", "cpu", {"ddp: step": "proved"})
+    write_record(tmp_path / "jax-cuda12-plugin[with-cuda]==0.10.2", "h100", {"ddp: step": "proved"})
     error = {"row": "gpt", "message": "It ended the process."}
     (tmp_path / "libtpu==0.0.50.1" / "v5p" / "gpt.error").write_text(json.dumps(error))
     return watch.records(tmp_path)
@@ -38,10 +39,15 @@ def results(watch, tmp_path):
 
 def test_the_table_has_a_column_for_each_version_and_tells_refused_from_not_tried(watch, results):
     programs, compilers, table = watch.table_of(results)
-    assert compilers == ["cpu jax 0.10.2", "v5p libtpu 0.0.9", "v5p libtpu 0.0.50.1"]
+    assert compilers == [
+        "cpu jax 0.10.2",
+        "h100 jax-cuda12-plugin 0.10.2",
+        "v5p libtpu 0.0.9",
+        "v5p libtpu 0.0.50.1",
+    ]
     assert dict(zip(programs, table, strict=True)) == {
-        "ddp: step": ["proved", "wrong", "proved"],
-        "gpt: step": ["", "agrees", "refused"],
+        "ddp: step": ["proved", "proved", "wrong", "proved"],
+        "gpt: step": ["", "", "agrees", "refused"],
     }
 
 
