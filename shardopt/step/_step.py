@@ -20,7 +20,7 @@ from shardopt.step._compile import make_program
 from shardopt.step._norms import Norms, norms_of
 from shardopt.step._opt_state import init_opt_state, join_opt_state, split_opt_state
 from shardopt.step._programs import CompiledStep, Program, compile_evaluate, init_programs
-from shardopt.step._results import TakenStep
+from shardopt.step._results import AppliedUpdate, TakenStep
 from shardopt.step._update import all_gather_params, apply_update
 
 
@@ -79,9 +79,6 @@ def make_step(config: StrategyConfig, layout: Layout) -> Callable[[TrainState, P
     """Return the step, `(state, batch) -> TakenStep`, to be compiled."""
     differentiate = config.differentiate.gradients(config, layout)
     loss = config.differentiate.loss(config, layout)
-    sharded = config.placement.opt_state
-    specs_of_update = [plan.spec(sharded=sharded) for plan in layout.trained]
-    are_in_place = layout.reduce.grad_specs(config, layout) == specs_of_update
 
     # A function and not a value: the loss is traced once more only if the optimizer calls it.
     def value_fn(state: TrainState, batch: PyTree) -> Callable[[PyTree], jax.Array]:
@@ -96,25 +93,34 @@ def make_step(config: StrategyConfig, layout: Layout) -> Callable[[TrainState, P
         update = apply_update(config, layout, state.params, opt_state, gradients, value)
         params = all_gather_params(config, layout, update.params)
         opt_state = join_opt_state(config, layout, update, gradients)
-        if are_in_place:
-            # XLA gathers an array once for its norm and for an update that clips it
-            gradients = gradients._replace(grads=update.change.gradients)
         # The key stays. A step folds its number into it, so a restored run draws the same numbers.
         new_state = TrainState(state.step + 1, params, opt_state, state.rng)
-        return TakenStep(new_state, metrics_of(config, layout, gradients), gradients, update)
+        return TakenStep(
+            new_state, metrics_of(config, layout, gradients, update), gradients, update
+        )
 
     return step
 
 
-def metrics_of(config: StrategyConfig, layout: Layout, gradients: Gradients) -> StepMetrics:
+def metrics_of(
+    config: StrategyConfig,
+    layout: Layout,
+    gradients: Gradients,
+    update: AppliedUpdate | None = None,
+) -> StepMetrics:
     """Return the metrics of a step: the loss, the norm of the gradient, and the metrics that the
     loss returns.
     """
     reduce = layout.reduce
     specs = reduce.grad_specs(config, layout)
+    specs_of_update = [plan.spec(sharded=config.placement.opt_state) for plan in layout.trained]
+    grads = gradients.grads
+    if update is not None and specs == specs_of_update:
+        # XLA gathers an array once, for this norm and for an update that clips it
+        grads = update.change.gradients
     return {
         "loss": gradients.loss,
         # The norm of the reduced gradient, before the optimizer clips it.
-        "grad_norm": reduce.norm(config, jax.tree.leaves(gradients.grads), specs),
+        "grad_norm": reduce.norm(config, jax.tree.leaves(grads), specs),
         **gradients.metrics,
     }
