@@ -94,10 +94,8 @@ def make_step(config: StrategyConfig, layout: Layout) -> Callable[[TrainState, P
         params = all_gather_params(config, layout, update.params)
         opt_state = join_opt_state(config, layout, update, gradients)
         # The key stays. A step folds its number into it, so a restored run draws the same numbers.
-        new_state = TrainState(state.step + 1, params, opt_state, state.rng)
-        return TakenStep(
-            new_state, metrics_of(config, layout, gradients, update), gradients, update
-        )
+        state = TrainState(state.step + 1, params, opt_state, state.rng)
+        return TakenStep(state, metrics_of(config, layout, gradients, update), gradients, update)
 
     return step
 
@@ -108,9 +106,7 @@ def metrics_of(
     gradients: Gradients,
     update: AppliedUpdate | None = None,
 ) -> StepMetrics:
-    """Return the metrics of a step: the loss, the norm of the gradient, and the metrics that the
-    loss returns.
-    """
+    """Return the metrics of a step: loss, norm of the gradient, and those that the loss returns."""
     reduce = layout.reduce
     specs = reduce.grad_specs(config, layout)
     specs_of_update = [plan.spec(sharded=config.placement.opt_state) for plan in layout.trained]
