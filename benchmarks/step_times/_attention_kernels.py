@@ -49,16 +49,22 @@ class Bundles(NamedTuple):
     row: float
 
 
-_FILE = Path(__file__).with_name("kernel_schedules.csv")
-SCHEDULED = {
-    (row["chip"], row["kernel"], int(row["block"]), 128): Bundles(
-        *(float(row[name]) for name in Bundles._fields)
-    )
-    for row in csv.DictReader(_FILE.read_text(encoding="utf-8").splitlines())
-}
+def _read(name: str) -> dict[tuple[str, str, int, int], Bundles]:
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    return {
+        (row["chip"], row["kernel"], int(row["block"]), 128): Bundles(
+            *(float(row[name]) for name in Bundles._fields)
+        )
+        for row in csv.DictReader(text.splitlines())
+    }
+
+
+SCHEDULED = _read("kernel_schedules.csv")
 """(chip, kernel, block, width of a head) -> bundles, by libtpu 0.0.52
 (`benchmarks/results/kernel_schedules.json`).
 """
+TOKAMAX = _read("tokamax_schedules.csv")
+"""The same of tokamax's kernels (`benchmarks/tokamax_schedules.py`)."""
 
 
 def scheduled_cycles(chip: str, call: KernelCall) -> float | None:
@@ -79,7 +85,7 @@ def scheduled_cycles(chip: str, call: KernelCall) -> float | None:
     blocks = max(call.length // call.block, 1)
     tiles = blocks * (blocks + 1) // 2
     # jax visits hidden tiles, and computes nothing
-    steps = tiles if call.kernel.startswith("splash_") else blocks**2
+    steps = tiles if call.kernel.startswith(("splash_", "tokamax_")) else blocks**2
     return call.rows * (steps * bundles.step + tiles * bundles.tile + blocks * bundles.row)
 
 
@@ -87,15 +93,16 @@ def _bundles(chip: str, call: KernelCall) -> Bundles | None:
     """Return the bundles of a kernel; a larger block than the largest known has those of a tile in
     proportion to its numbers. None for other kernels.
     """
+    schedules = SCHEDULED | TOKAMAX
     known = [
         block
-        for name, kernel, block, width in SCHEDULED
+        for name, kernel, block, width in schedules
         if (name, kernel, width) == (chip, call.kernel, call.width) and block <= call.block
     ]
     if not known:
         return None
     times = call.block / max(known)
-    step, tile, row = SCHEDULED[chip, call.kernel, max(known), call.width]
+    step, tile, row = schedules[chip, call.kernel, max(known), call.width]
     return Bundles(step, tile * times**2, row * times)
 
 
@@ -126,9 +133,19 @@ def kernel_call(line: Instruction, inputs: list[str], chip: str) -> KernelCall |
     match = re.search(r"splash_mha_(fwd|dq|dkv)(_segmented)?_(no_)?residuals", line.name)
     if match is None or not floats:
         return None
-    kernel, (*leading, heads, T, K) = match[1], floats[0]
+    *leading, heads, _, _ = floats[0]
+    T, K = _length_and_width(floats[0])
     B = math.prod(leading)
-    kernel, block = _jax_kernel(kernel, line)
+    kernel, block = _jax_kernel(match[1], line)
+    visible_tiles = _tiles_of_tokamax(line, inputs)
+    if visible_tiles is not None:
+        blocks = T // block
+        name = f"tokamax_{kernel}{match[2] or ''}"
+        return (
+            KernelCall(name, block, B * heads, T, K, B * heads)
+            if visible_tiles == blocks * (blocks + 1) // 2
+            else None
+        )
     if not any(
         _dims(shape)[-2:] == (T // block,) * 2
         for shape in inputs
@@ -200,8 +217,10 @@ def kernel_flops(line: Instruction, inputs: list[str]) -> float:
     ]
     if not sizes:
         return 0.0
-    *heads, length, width = max(sizes, key=math.prod)
-    value_width = sizes[2][-1] if len(sizes) > 2 else width  # queries, keys and values come first
+    *heads, _, _ = largest = max(sizes, key=math.prod)
+    length, width = _length_and_width(largest)
+    # queries, keys and values come first
+    value_width = min(sizes[2][-2:]) if len(sizes) > 2 else width
     phase = next((phase for phase in ("fwd", "dq", "dkv") if f"_{phase}" in line.name), "dkv")
     kernel, block = _jax_kernel(phase, line)
     widths = {"keys": width, "values": min(value_width, width)}
@@ -218,9 +237,11 @@ def kernel_flops(line: Instruction, inputs: list[str]) -> float:
 def _tiles_of_tokamax(line: Instruction, inputs: list[str]) -> int | None:
     """Return the tiles that a kernel of tokamax visits; None for other kernels.
 
-    Its first three inputs have an entry for each: its row, its column, and the mask to load.
+    Its first tables have an entry for each: its row, its column, and the mask to load. A number may
+    precede them.
     """
-    tables = [_dims(shape) for shape in inputs[:2] if shape.startswith(_INTEGERS)]
+    integers = [_dims(shape) for shape in inputs[:3] if shape.startswith(_INTEGERS)]
+    tables = [dims for dims in integers if dims][:2]
     if not re.search(r"splash_m[hq]a_(fwd|dq|dkv)", line.name) or len(tables) < 2:
         return None
     is_list = tables[0] == tables[1] and len(tables[0]) == 1
@@ -231,6 +252,11 @@ def _block_of_keys(phase: str, line: Instruction) -> int | None:
     """Return the positions of a block of keys in what the kernel writes on the instruction."""
     size = re.search(rf'block_kv{"" if phase == "fwd" else "_" + phase}\\*": (\d+)', line.arguments)
     return int(size[1]) if size else None
+
+
+def _length_and_width(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the positions and the width of a head, in either order of the last two dims."""
+    return max(shape[-2:]), min(shape[-2:])
 
 
 _INTEGERS = ("s8", "s16", "s32")

@@ -981,6 +981,26 @@ def test_a_kernel_of_tokamax_computes_the_tiles_of_its_tables():
     assert milliseconds(lines, "v5p") == ("stated", 1e3 * stated * 36 / 64 / 459e12)
 
 
+def test_a_kernel_of_tokamax_takes_its_final_schedule():
+    """Its queries may have positions last. Of 4 x 4 tiles it visits ten, four of them on the diagonal."""
+    lengths_last = "bf16[2,64,128,8192]"
+    query = "bf16[2,64,8192,128]"
+    sizes = '{\\"block_q\\": 2048, \\"block_kv\\": 2048}'
+    config = f', frontend_attributes={{kernel_metadata={{\n"xprof_metadata":"{sizes}"\n}}}}'
+    tables = ["s32[]", "s8[10]", "s8[10]", "s32[10]"]
+    inputs = [*tables, lengths_last, lengths_last, query, "s32[2,8192,128]"]
+    results = f"({query}, f32[2,64,8192,128], f32[2,64,8192,128])"
+    name = "splash_mha_fwd_segmented_residuals"
+    cycles = 128 * (10 * (819 + 13_312) + 4 * 3_336)
+    clock = HARDWARE["tpu7x"].clock
+    assert clock is not None
+    lines = attention(name, results, inputs, config)
+    assert milliseconds(lines, "tpu7x") == ("scheduled", 1e3 * cycles / clock)
+    inputs[1:3] = ["s8[16]", "s8[16]"]  # not causal
+    basis, _ = milliseconds(attention(name, results, inputs, config), "tpu7x")
+    assert basis == "stated"
+
+
 TABLES = """FileNames
 1 "/home/me/model.py"
 2 "/home/me/train.py"
