@@ -64,7 +64,7 @@ def compile_kernels() -> None:
     query, key = (array(heads, LENGTH, WIDTH) for heads in (HEADS, 1))
     mapped = jax.shard_map(run, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
     lowered = jax.jit(mapped).lower(query, key, key, query, array(LENGTH, dtype=jnp.int32))
-    lowered.compile(compiler_options={"xla_tpu_scoped_vmem_limit_kib": 61440})
+    lowered.compile(compiler_options={"xla_tpu_scoped_vmem_limit_kib": "61440"})
 
 
 def branches(text: str) -> list[int]:
