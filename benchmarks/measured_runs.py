@@ -544,12 +544,12 @@ def errors(
 
 
 def error_bars(rows: dict[str, Any], shares: dict[str, float]) -> dict[str, list[float]]:
-    """Return of each generation the counted runs of the half of errors, and how many times as long as
+    """Return of each generation the counted runs of both halves, and how many times as long as
     estimated they took: the shortest and the longest.
     """
     ratios: dict[str, list[float]] = {}
     for row in rows.values():
-        if row["half"] == "test" and is_counted(row):
+        if is_counted(row):
             error = relative_error(row, shares.get(row["chip"], ASSUMED))
             ratios.setdefault(row["chip"], []).append(1 / (1 + error))
     return {

@@ -37,8 +37,8 @@ ERROR_BARS = {
     for name, row in _ROWS.items()
     if row["least"]
 }
-"""Generation -> measured runs that chose no share, and how many times as long as estimated at its share
-they took: the shortest and the longest (`benchmarks/results/measured_runs.json`).
+"""Generation -> measured runs, and how many times as long as estimated at its share they took: the
+shortest and the longest (`benchmarks/results/measured_runs.json`).
 """
 
 LANES = 8 * 128

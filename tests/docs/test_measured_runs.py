@@ -9,6 +9,10 @@ from support.scripts import imported
 
 from shardopt.planning._search import MEASURED, known_error
 
+with imported("step_times") as step_times:
+    MEMORY_SHARES = step_times._vector_work.MEMORY_SHARES
+    ERROR_BARS = step_times._vector_work.ERROR_BARS
+
 pytestmark = pytest.mark.fast
 
 
@@ -137,6 +141,34 @@ def test_the_page_has_the_tables_of_the_results(script):
     assert script.table(results) in page
     assert script.errors_table(results) in page
     assert script.plan_table(results["planned"]) in page
+
+
+def test_shares_and_error_bars_are_those_of_the_results(script):
+    results = json.loads(script.RESULTS.read_text())["results"]
+    fitted = {chip: share for chip, share in MEMORY_SHARES.items() if chip != "v4"}
+    assert fitted == results["shares"]
+    assert {chip: list(bar) for chip, bar in ERROR_BARS.items()} == results["error_bars"]
+
+
+def test_an_error_bar_is_of_all_runs_whose_program_was_measured(script):
+    other = {"other_program": "it moves whole stacks from the host and back"}
+    rows = {
+        "1": row("test", 1.0, 1.25),
+        "2": row("fit", 1.0, 0.5),
+        "3": row("test", 1.0, 9.0, compiled=other),
+        "4": {"chip": "v6e", "half": "test"},  # not compiled
+    }
+    assert script.error_bars(rows, {"v6e": 0.5}) == {"v6e": [2, 0.8, 2.0]}
+    assert script.errors(rows, lambda row: script.relative_error(row, 0.5))["all test"]["runs"] == 1
+    rows["2"]["compiled"] = other
+    assert script.fitted_shares(rows) == {}
+
+
+def test_a_program_that_moves_whole_stacks_is_told(script):
+    whole = "  %c = (bf16[4,8]{1,0}, bf16[4,8]{1,0:S(5)}, u32[]{:S(2)}) copy-start(%a)"
+    piece = "  %s = ((bf16[4,8]{1,0:S(5)}, s32[]), bf16[1,8]{1,0}, u32[]) async-start(%a, %i)"
+    assert script.moves_stacks(whole)
+    assert not script.moves_stacks(f"{piece}\n{whole.replace('S(5)', 'S(1)')}")
 
 
 def test_plans_state_the_stored_ratios(script):
