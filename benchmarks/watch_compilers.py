@@ -174,9 +174,12 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
     axes.set_xticks(centers[: len(compilers)], compilers, rotation=90, fontsize=8)
     axes.set_yticks(centers[: len(programs)], programs, fontsize=8)
     axes.tick_params(length=0)
-    shown = [verdict for verdict in verdicts[1:] if any(verdict in row for row in table)]
+    shown = [verdict for verdict in verdicts if any(verdict in row for row in table)]
     figure.legend(
-        handles=[Patch(color=COLORS[verdict], label=verdict) for verdict in shown],
+        handles=[
+            Patch(facecolor=COLORS[verdict], edgecolor="lightgray", label=verdict or "not tried")
+            for verdict in shown
+        ],
         loc="outside upper center",
         ncols=len(shown),
         frameon=False,
