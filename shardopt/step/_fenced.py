@@ -240,13 +240,17 @@ def _merged(program: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _with_broadcast(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """Return an equation; of a quotient by a scalar, the broadcast that lowering adds, and it."""
+    """Return an equation; of a quotient by fewer numbers, the broadcast that lowering adds, and it."""
     if eqn.primitive is not jax.lax.div_p:
         return [eqn]
     numerator, divisor = eqn.invars
     shape = shape_of(eqn.outvars[0])
-    if not shape or shape_of(divisor) or isinstance(divisor, Literal):
+    if shape_of(divisor) == shape or isinstance(divisor, Literal):
         return [eqn]
-    (broadcast,) = jax.make_jaxpr(lambda x: jax.lax.broadcast(x, shape))(divisor.aval).jaxpr.eqns
+
+    def to_shape(x):
+        return jax.lax.broadcast_in_dim(x, shape, range(x.ndim))
+
+    (broadcast,) = jax.make_jaxpr(to_shape)(divisor.aval).jaxpr.eqns
     broadcast = broadcast.replace(invars=[divisor])
     return [broadcast, eqn.replace(invars=[numerator, *broadcast.outvars])]

@@ -46,8 +46,6 @@ def same_bits(config: StrategyConfig, slots: StepSlots) -> StepSlots:
         differentiate={"per_device": PerDeviceView(Tiles(), sum_tiles)},
         reduce=lambda config, trained: TreeSum(),
         update=FencedUpdate(slots.update),
-        # With the smallest cut XLA:CPU sums a gradient of a GPT otherwise on one device.
-        remat=lambda f, arguments, x: f(arguments, x),
     )
 
 

@@ -20,6 +20,7 @@ from support.tiers import tiered
 import shardopt as so
 from shardopt.core import is_key
 from shardopt.step import _same_bits as same_bits
+from shardopt.step._fenced import _merged as merged
 
 TILES = so.reducers.exact(tile_rows=2)
 MESHES = [{"data": 1}, {"data": 2}, {"replica": 2, "data": 2}, {"data": 8}]
@@ -247,6 +248,15 @@ def test_optimised_code_has_the_same_bits():
     """The code that users have: the other tests generate code without optimisation."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     subprocess.run([sys.executable, "-c", OPTIMISED], env=os.environ | flags, check=True)
+
+
+@pytest.mark.fast
+def test_quotients_by_one_number_of_each_row_share_its_broadcast():
+    """XLA may turn such quotients into products on one device, and only one of them on several."""
+    columns, row_sums = np.ones((4, 3)), np.ones((4, 1))
+    program = jax.make_jaxpr(lambda x, y, total: (x / total, y / total))(columns, columns, row_sums)
+    names = [eqn.primitive.name for eqn in merged(program).jaxpr.eqns]
+    assert names == ["broadcast_in_dim", "div", "div"]
 
 
 @pytest.mark.slow
