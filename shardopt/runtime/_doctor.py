@@ -163,13 +163,14 @@ def known_errors(
     # whether this machine has the error, the pattern of an equation, and the error
     rows: list[tuple[bool, Callable[[JaxprEqn, bool, bool], bool], tuple[str, str, str]]] = [
         (
-            kind == "tpu" and libtpu < (0, 0, 50, 1),
+            (kind == "tpu" and libtpu < (0, 0, 50, 1))
+            or (kind == "gpu" and jaxlib < (0, 12, 0, 1)),
             lambda eqn, loop, manual: eqn.primitive.name == "scatter-add" and loop and not manual,
             (
                 "openxla/xla 49143",
                 "gradients of lookups that a loop sums in the hands of the partitioner may lose"
                 " parts.",
-                "pip install 'libtpu>=0.0.50.1', or pass "
+                "pip install 'libtpu>=0.0.50.1' (GPU: 'jaxlib>=0.12.0.1'), or pass "
                 "compiler_options={'xla_disable_hlo_passes': 'while-loop-all-reduce-code-motion'}.",
             ),
         ),

@@ -41,7 +41,7 @@ def test_each_error_belongs_to_its_versions_and_platform():
     assert issues(OLD, "tpu") == {"49143": None, "42481": None, "39025": None}
     assert issues(NEW, "tpu") == {"39025": None}
     assert issues(OLD | {"libtpu": "0.0.50"}, "tpu").keys() == {"49143", "42481", "39025"}
-    assert issues(OLD, "gpu") == {"42481": None}
+    assert issues(OLD, "gpu") == {"49143": None, "42481": None}
     assert issues(NEW, "gpu") == {}
     assert issues(OLD, "cpu") == {}
     assert issues(OLD, "cpu", processes=2) == {"40830": None}
@@ -115,8 +115,8 @@ def test_the_text_of_a_warning_has_number_pattern_and_remedy(mesh_of):
     assert (
         str(error) == "openxla/xla 49143: gradients of lookups that a loop sums in the hands of the"
         " partitioner may lose parts.\n  YOUR STEP HAS THE PATTERN. Fix: pip install"
-        " 'libtpu>=0.0.50.1', or pass compiler_options={'xla_disable_hlo_passes':"
-        " 'while-loop-all-reduce-code-motion'}."
+        " 'libtpu>=0.0.50.1' (GPU: 'jaxlib>=0.12.0.1'), or pass"
+        " compiler_options={'xla_disable_hlo_passes': 'while-loop-all-reduce-code-motion'}."
     )
 
 
