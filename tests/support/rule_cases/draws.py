@@ -106,6 +106,20 @@ def keys_of_rows(rng: np.random.Generator) -> RuleCase:
     return RuleCase([keys], (function, function), num_pieces)
 
 
+def cloned(rng: np.random.Generator) -> RuleCase:
+    """Return a case of clones of the keys of rows."""
+    case = keys_of_rows(rng)
+
+    def of_clones(function: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
+        def run(keys: jax.Array) -> Any:
+            return function(jax.random.key_data(jax.random.clone(jax.random.wrap_key_data(keys))))
+
+        return run
+
+    whole, piece = map(of_clones, case.functions)
+    return dataclasses.replace(case, functions=(whole, piece))
+
+
 def folded(rng: np.random.Generator) -> RuleCase:
     """Return a case of a number that is folded into a key."""
     num_pieces = int(rng.choice([2, 3]))
@@ -334,6 +348,7 @@ CASES = {
     "random_bits": [shared_key, keys_of_rows, two_draws, draws_in_turns],
     "random_split": [keys_of_rows_in_turns, bits_of_keys, shared_key, two_draws],
     "random_wrap": [keys_of_rows],
+    "random_clone": [cloned],
     "random_unwrap": [folded],
     "random_fold_in": [folded_and_drawn, folded],
     "random_seed": [seeded],
