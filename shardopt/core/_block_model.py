@@ -59,7 +59,7 @@ class BlockModel(NamedTuple):
     **Forms of `remat`**:
 
     - None computes only cheap values again: gathered weights, values that follow from weights
-      alone, and elementwise results. Plain `jax.grad(model.loss_fn)` keeps what jax keeps.
+      alone, and elementwise results if weights are sharded.
     - "full" computes the whole block again from its input.
     - "save:qkv,attention" computes all again except the values with these names, given by
       `jax.ad_checkpoint.checkpoint_name`.
