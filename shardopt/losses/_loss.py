@@ -24,6 +24,7 @@ from shardopt.core._block_model import (
     LossFn,
     as_block_model,
     call,
+    plain_block,
     run_blocks,
     takes_rng,
 )
@@ -141,16 +142,16 @@ class BlockLoss:
 
     def parts(self, params: PyTree, batch: PyTree, key: jax.Array | None) -> LossParts:
         """Return the loss of a batch."""
-        gather_outer, gather_block = _unchanged, _unchanged
+        gather_outer = _unchanged
+        run_block = plain_block(self.model)
         before_loss = None
         if self.config.gathers:
             params = self._with_probes(params)
-            gather_outer, gather_block = self.gather_outer, self.gather_block
+            gather_outer = self.gather_outer
+            remat = self.config.slots.remat
+            run_block = gathered_block(self.config.strategy, self.model, self.gather_block, remat)
             if self.config.layout.expert_leaves and self._tables and self._is_per_device:
                 before_loss = self.gather_before_loss
-        # Without a gather too: what jax would keep of a block takes more memory, and time to read.
-        remat = self.config.slots.remat
-        run_block = gathered_block(self.config.strategy, self.model, gather_block, remat)
         if not self._is_per_device:
             run_block = shard_activations(self.config, run_block, batch)
         returned = run_blocks(
