@@ -107,8 +107,7 @@ def metrics_of(
     update: AppliedUpdate | None = None,
 ) -> StepMetrics:
     """Return the metrics of a step: loss, norm of the gradient, and those that the loss returns."""
-    reduce = layout.reduce
-    specs = reduce.grad_specs(config, layout)
+    specs = layout.reduce.grad_specs(config, layout)
     specs_of_update = [plan.spec(sharded=config.placement.opt_state) for plan in layout.trained]
     grads = gradients.grads
     if update is not None and specs == specs_of_update:
@@ -117,6 +116,6 @@ def metrics_of(
     return {
         "loss": gradients.loss,
         # The norm of the reduced gradient, before the optimizer clips it.
-        "grad_norm": reduce.norm(config, jax.tree.leaves(grads), specs),
+        "grad_norm": layout.reduce.norm(config, jax.tree.leaves(grads), specs),
         **gradients.metrics,
     }

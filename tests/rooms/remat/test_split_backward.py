@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 from support.tiers import tiered
 
 from shardopt.remat._split_backward import rematerialised, split_backward
@@ -320,3 +321,24 @@ def test_effects_run_once_per_forward(x64, capfd):
     jax.jit(passes.both)(params, residuals, dy)
     jax.effects_barrier()
     assert capfd.readouterr().out == ""
+
+
+def test_a_callback_that_reads_weights_alone_runs_once(x64):
+    """Its results are stored: computed again, the gradient would be of other numbers."""
+    params, x, dy = example()
+    calls = []
+
+    def scale(weights):
+        calls.append(weights)
+        return np.float64(len(calls))
+
+    def f(g, x):
+        kind = jax.ShapeDtypeStruct((), jnp.float64)
+        number = io_callback(scale, kind, jax.lax.stop_gradient(g[0]))
+        return [jnp.tanh(x[0] @ g[0]) * number]
+
+    passes = split_backward(f, params, x, trained=[0])
+    _, residuals = jax.jit(passes.forward)(params, x)
+    jax.block_until_ready(jax.jit(passes.both)(params, residuals, dy))
+    jax.effects_barrier()
+    assert len(calls) == 1
