@@ -160,8 +160,14 @@ def _cut(closed: jex.ClosedJaxpr, num_arguments: int, num_x: int, num_trained: i
     # Each slice below walks back from results until values that an earlier pass hands over.
     # Equations that it meets run in this pass, also if an earlier pass ran them: they run again.
     of_arguments = reached_from(jaxpr, [*jaxpr.constvars, *arguments], every=True)
-    results_of_effects = [var for eqn in jaxpr.eqns if eqn.effects for var in eqn.outvars]
-    recomputable = of_arguments - reached_from(jaxpr, results_of_effects, every=False)
+    # a gather has an effect too, the name of its axis
+    called_back = [
+        var
+        for eqn in jaxpr.eqns
+        if any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+        for var in eqn.outvars
+    ]
+    recomputable = of_arguments - reached_from(jaxpr, called_back, every=False)
     depends_on_dy = reached_from(jaxpr, dy, every=False)
     residuals = _residuals(trace, x, recomputable, depends_on_dy, [*dx, *dw])
     # An equation with an effect runs once, in the first pass that has its inputs.

@@ -240,17 +240,27 @@ def _merged(program: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _with_broadcast(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """Return an equation; of a quotient by fewer numbers, the broadcast that lowering adds, and it."""
+    """Return an equation; of a quotient by one number, the broadcast that lowering adds, and it.
+
+    A quotient by a number of each row or column becomes a product with the inverse. XLA does that
+    to some of them, and to others on other meshes.
+    """
     if eqn.primitive is not jax.lax.div_p:
         return [eqn]
     numerator, divisor = eqn.invars
     shape = shape_of(eqn.outvars[0])
     if shape_of(divisor) == shape or isinstance(divisor, Literal):
         return [eqn]
+    is_column = shape_of(divisor) and jnp.issubdtype(divisor.aval.dtype, jnp.inexact)
 
-    def to_shape(x):
-        return jax.lax.broadcast_in_dim(x, shape, range(x.ndim))
+    def quotient(x, y):
+        y = jax.lax.broadcast_in_dim(1 / y if is_column else y, shape, range(y.ndim))
+        return x * y if is_column else x / y
 
-    (broadcast,) = jax.make_jaxpr(to_shape)(divisor.aval).jaxpr.eqns
-    broadcast = broadcast.replace(invars=[divisor])
-    return [broadcast, eqn.replace(invars=[numerator, *broadcast.outvars])]
+    program = jax.make_jaxpr(quotient)(numerator.aval, divisor.aval).jaxpr
+    names = dict(zip(program.invars, eqn.invars, strict=True))
+    equations = [
+        line.replace(invars=[x if isinstance(x, Literal) else names.get(x, x) for x in line.invars])
+        for line in program.eqns
+    ]
+    return [*equations[:-1], equations[-1].replace(outvars=eqn.outvars)]
