@@ -163,7 +163,8 @@ def compile_run(run: dict[str, Any], python: str, folder: Path, limits: "Limits"
         other_words.append(_SPLIT)
         facts, text = compile_words([*words, _SPLIT], taken, python, limits)
     facts |= {"by": "MaxText's own words", "refused_flags": refused}
-    facts |= {"other_words": ", ".join(other_words)} if other_words else {}
+    if other_words:
+        facts["other_words"] = ", ".join(other_words)
     stem = folder / str(run["id"])
     stem.with_suffix(".json").write_text(json.dumps(facts))
     if text:

@@ -70,13 +70,13 @@ def compile_kernels() -> None:
 def branches(text: str) -> list[int]:
     """Return the bundle of each branch in the text of final bundles."""
     at = 0
-    found = []
+    starts = []
     for line in text.splitlines():
         match = re.match(r" *(0x[0-9a-f]+|0) *([A-Z]{2})?([ :>]*)\{", line)
         at = int(match[1], 16) if match else at
         if "sbr.rel" in line:
-            found.append(at)
-    return found
+            starts.append(at)
+    return starts
 
 
 if __name__ == "__main__":

@@ -140,12 +140,10 @@ def kernel_call(line: Instruction, inputs: list[str], chip: str) -> KernelCall |
     visible_tiles = _tiles_of_tokamax(line, inputs)
     if visible_tiles is not None:
         blocks = T // block
+        if visible_tiles != blocks * (blocks + 1) // 2:
+            return None
         name = f"tokamax_{kernel}{match[2] or ''}"
-        return (
-            KernelCall(name, block, B * heads, T, K, B * heads)
-            if visible_tiles == blocks * (blocks + 1) // 2
-            else None
-        )
+        return KernelCall(name, block, B * heads, T, K, B * heads)
     if not any(
         _dims(shape)[-2:] == (T // block,) * 2
         for shape in inputs
@@ -217,7 +215,8 @@ def kernel_flops(line: Instruction, inputs: list[str]) -> float:
     ]
     if not sizes:
         return 0.0
-    *heads, _, _ = largest = max(sizes, key=math.prod)
+    largest = max(sizes, key=math.prod)
+    *heads, _, _ = largest
     length, width = _length_and_width(largest)
     # queries, keys and values come first
     value_width = min(sizes[2][-2:]) if len(sizes) > 2 else width

@@ -40,7 +40,10 @@ def grouped_work(line: Instruction, inputs: list[str]) -> GroupedWork | None:
     if not _NAME.search(f"{line.name} {line.arguments}") or body is None:
         return None
     tables = [dims for shape in inputs if shape.startswith("s32") and (dims := array_shape(shape))]
-    if len(tables) < 2 or len(windows := _windows(body[1])) < 3:
+    if len(tables) < 2:
+        return None
+    windows = _windows(body[1])
+    if len(windows) < 3:
         return None
     visits = tables[1][0]
     rows, other = (array_shape(shape) for shape in inputs[-2:])
@@ -50,8 +53,9 @@ def grouped_work(line: Instruction, inputs: list[str]) -> GroupedWork | None:
     tiles_n, tiles_k = math.ceil(out[-1] / tile_n), math.ceil(rows[1] / tile_k)
     steps = visits * tiles_n * tiles_k
     is_product = len(out) == 2  # else the gradient of the weights, [E, K, N]
-    # a window that stays is not loaded again: that of a group's weights if they are one tile in K
-    loads = (other[0] * tiles_n if tiles_k == 1 else steps) if is_product else steps
+    loads = steps
+    if is_product and tiles_k == 1:
+        loads = other[0] * tiles_n  # the weights of a group stay in their window
     numbers = steps * tile_m * tile_k + loads * math.prod(windows[1]) + math.prod(out)
     return GroupedWork(2.0 * steps * tile_m * tile_k * tile_n, 2.0 * numbers, tiles_n)
 

@@ -86,11 +86,12 @@ def error_bar(chip: str, share: float) -> str:
       >>> error_bar("v4", 0.7)
       'no measured run on v4 tells the error'
     """
-    if chip not in ERROR_BARS or share != MEMORY_SHARES[chip]:
-        at = f" at {share:g} of its bandwidth" * (chip in ERROR_BARS)
-        return f"no measured run on {chip}{at} tells the error"
-    runs, least, most = ERROR_BARS[chip]
-    return f"{runs} measured runs on {chip} took {least:.2f} to {most:.2f} times as long"
+    if chip not in ERROR_BARS:
+        return f"no measured run on {chip} tells the error"
+    if share != MEMORY_SHARES[chip]:
+        return f"no measured run on {chip} at {share:g} of its bandwidth tells the error"
+    runs, shortest, longest = ERROR_BARS[chip]
+    return f"{runs} measured runs on {chip} took {shortest:.2f} to {longest:.2f} times as long"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -160,14 +160,7 @@ def _cut(closed: jex.ClosedJaxpr, num_arguments: int, num_x: int, num_trained: i
     # Each slice below walks back from results until values that an earlier pass hands over.
     # Equations that it meets run in this pass, also if an earlier pass ran them: they run again.
     of_arguments = reached_from(jaxpr, [*jaxpr.constvars, *arguments], every=True)
-    # a gather has an effect too, the name of its axis
-    called_back = [
-        var
-        for eqn in jaxpr.eqns
-        if any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
-        for var in eqn.outvars
-    ]
-    recomputable = of_arguments - reached_from(jaxpr, called_back, every=False)
+    recomputable = of_arguments - reached_from(jaxpr, _called_back(jaxpr), every=False)
     depends_on_dy = reached_from(jaxpr, dy, every=False)
     residuals = _residuals(trace, x, recomputable, depends_on_dy, [*dx, *dw])
     # An equation with an effect runs once, in the first pass that has its inputs.
@@ -268,6 +261,17 @@ def _split_checkpoint(eqn: jex.JaxprEqn, groups: Sequence[Sequence[jex.Var]]) ->
 
 def _split(values: Arrays, index: int) -> tuple[Arrays, Arrays]:
     return list(values[:index]), list(values[index:])
+
+
+def _called_back(jaxpr: jex.Jaxpr) -> list[jex.Var]:
+    """Return the results of callbacks, which may be other numbers in another call."""
+    return [
+        var
+        for eqn in jaxpr.eqns
+        # a gather has an effect too, the name of its axis
+        if any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+        for var in eqn.outvars
+    ]
 
 
 def _residuals(

@@ -159,12 +159,13 @@ def known_errors(
     """
     jaxlib = version_numbers(versions["jaxlib"])
     libtpu = version_numbers(versions["libtpu"])
-    is_old_cpu = kind == "cpu" and jaxlib < (0, 12, 0, 1)
+    is_old = jaxlib < (0, 12, 0, 1)
+    is_old_cpu = kind == "cpu" and is_old
+    moves_sums = {"tpu": libtpu < (0, 0, 50, 1), "gpu": is_old}
     # whether this machine has the error, the pattern of an equation, and the error
     rows: list[tuple[bool, Callable[[JaxprEqn, bool, bool], bool], tuple[str, str, str]]] = [
         (
-            (kind == "tpu" and libtpu < (0, 0, 50, 1))
-            or (kind == "gpu" and jaxlib < (0, 12, 0, 1)),
+            moves_sums.get(kind, False),
             lambda eqn, loop, manual: eqn.primitive.name == "scatter-add" and loop and not manual,
             (
                 "openxla/xla 49143",

@@ -224,7 +224,7 @@ def _merged(program: ClosedJaxpr) -> ClosedJaxpr:
     def name(atom):
         return atom if isinstance(atom, Literal) else first_names.get(atom, atom)
 
-    for eqn in itertools.chain.from_iterable(map(_with_broadcast, program.jaxpr.eqns)):
+    for eqn in itertools.chain.from_iterable(map(_opened_quotient, program.jaxpr.eqns)):
         params = jax.tree.map(lambda x: _merged(x) if isinstance(x, ClosedJaxpr) else x, eqn.params)
         operands = [name(atom) for atom in eqn.invars]
         eqn = eqn.replace(invars=operands, params=params)
@@ -239,25 +239,28 @@ def _merged(program: ClosedJaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(program.jaxpr.replace(eqns=equations, outvars=results), program.consts)
 
 
-def _with_broadcast(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """Return an equation; of a quotient by one number, the broadcast that lowering adds, and it.
+def _opened_quotient(eqn: JaxprEqn) -> list[JaxprEqn]:
+    """Return an equation; instead of a quotient by a smaller array, the equations that compute it.
 
-    A quotient by a number of each row or column becomes a product with the inverse. XLA does that
-    to some of them, and to others on other meshes.
+    Lowering broadcasts one number to the shape of the result. Here the broadcast is an equation, which
+    can be merged. XLA turns some quotients by a number of each row or column into products with the
+    inverse, and others on other meshes. Here all of them are such products.
     """
     if eqn.primitive is not jax.lax.div_p:
         return [eqn]
-    numerator, divisor = eqn.invars
     shape = shape_of(eqn.outvars[0])
+    divisor = eqn.invars[1]
     if shape_of(divisor) == shape or isinstance(divisor, Literal):
         return [eqn]
-    is_column = shape_of(divisor) and jnp.issubdtype(divisor.aval.dtype, jnp.inexact)
+    has_inverses = shape_of(divisor) and jnp.issubdtype(abstract_value(divisor).dtype, jnp.inexact)
+
+    def in_shape(y):
+        return jax.lax.broadcast_in_dim(y, shape, range(y.ndim))
 
     def quotient(x, y):
-        y = jax.lax.broadcast_in_dim(1 / y if is_column else y, shape, range(y.ndim))
-        return x * y if is_column else x / y
+        return x * in_shape(1 / y) if has_inverses else x / in_shape(y)
 
-    program = jax.make_jaxpr(quotient)(numerator.aval, divisor.aval).jaxpr
+    program = jax.make_jaxpr(quotient)(*(atom.aval for atom in eqn.invars)).jaxpr
     names = dict(zip(program.invars, eqn.invars, strict=True))
     equations = [
         line.replace(invars=[x if isinstance(x, Literal) else names.get(x, x) for x in line.invars])

@@ -106,7 +106,7 @@ def metrics_of(
     gradients: Gradients,
     update: AppliedUpdate | None = None,
 ) -> StepMetrics:
-    """Return the metrics of a step: loss, norm of the gradient, and those that the loss returns."""
+    """Return the metrics of a step: the loss, the norm of the gradient, the metrics of the loss."""
     specs = layout.reduce.grad_specs(config, layout)
     specs_of_update = [plan.spec(sharded=config.placement.opt_state) for plan in layout.trained]
     grads = gradients.grads

@@ -1,4 +1,4 @@
-"""`benchmarks/measured_runs.py` without a compiler: the halves, and what is weak about a run."""
+"""`benchmarks/measured_runs.py` without a compiler: the halves, and the weak points of a run."""
 
 import json
 from collections import Counter
@@ -106,8 +106,8 @@ def test_errors_are_those_of_each_half(script):
         "4": row("fit", 1.0, 1.02),
         "5": {"chip": "v6e", "half": "test"},  # not compiled
     }
-    found = script.errors(rows, lambda row: script.relative_error(row, 0.5))
-    assert found == {
+    errors = script.errors(rows, lambda row: script.relative_error(row, 0.5))
+    assert errors == {
         "v6e test": {"runs": 2, "median": pytest.approx(0.15), "worst": pytest.approx(-0.2)},
         "v5p test": {"runs": 1, "median": pytest.approx(0.05), "worst": pytest.approx(0.05)},
         "all test": {"runs": 3, "median": pytest.approx(0.1), "worst": pytest.approx(-0.2)},
@@ -116,7 +116,7 @@ def test_errors_are_those_of_each_half(script):
     }
     results = {
         "shares": {"v6e": 0.5},
-        "errors": found,
+        "errors": errors,
         "factors": {"v6e": 1.6},
         "factor_errors": {},
     }
@@ -165,10 +165,10 @@ def test_an_error_bar_is_of_all_runs_whose_program_was_measured(script):
 
 
 def test_a_program_that_moves_whole_stacks_is_told(script):
-    whole = "  %c = (bf16[4,8]{1,0}, bf16[4,8]{1,0:S(5)}, u32[]{:S(2)}) copy-start(%a)"
+    stacks = "  %c = (bf16[4,8]{1,0}, bf16[4,8]{1,0:S(5)}, u32[]{:S(2)}) copy-start(%a)"
     piece = "  %s = ((bf16[4,8]{1,0:S(5)}, s32[]), bf16[1,8]{1,0}, u32[]) async-start(%a, %i)"
-    assert script.moves_stacks(whole)
-    assert not script.moves_stacks(f"{piece}\n{whole.replace('S(5)', 'S(1)')}")
+    assert script.moves_stacks(stacks)
+    assert not script.moves_stacks(f"{piece}\n{stacks.replace('S(5)', 'S(1)')}")
 
 
 def test_plans_state_the_stored_ratios(script):

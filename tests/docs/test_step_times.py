@@ -731,14 +731,14 @@ def test_a_copy_into_vmem_takes_the_bandwidth_that_operations_leave():
 
 def host_copy(opcode, *between):
     """Return a copy to the host or from it, in a loop of three turns, and its operations."""
-    here, there = "f32[1000]{0}", "f32[1000]{0:S(5)}"
+    on_chip, on_host = "f32[1000]{0}", "f32[1000]{0:S(5)}"
     stack = "f32[3,1000]{1,0:S(5)}"
     shapes = {
-        "copy": f"({there}, {here}, u32[]{{:S(2)}})",
-        "dynamic-slice": f"(({stack}, s32[]), {here}, u32[]{{:S(2)}})",
+        "copy": f"({on_host}, {on_chip}, u32[]{{:S(2)}})",
+        "dynamic-slice": f"(({stack}, s32[]), {on_chip}, u32[]{{:S(2)}})",
         "dynamic-update-slice": f"(({stack}, f32[1,1000]{{1,0}}, s32[]), {stack}, u32[]{{:S(2)}})",
     }
-    lines = [f"%s = {shapes[opcode]} {opcode}-start(%x)", *between, f"%d = {here} copy-done(%s)"]
+    lines = [f"%s = {shapes[opcode]} {opcode}-start(%x)", *between, f"%d = {on_chip} copy-done(%s)"]
     return loop(), LOOP.format(lines="\n  ".join(lines))
 
 
@@ -783,7 +783,7 @@ ON_SPARSE_CORE = """
 
 
 def test_what_the_sparse_core_copies_takes_the_bandwidth_that_operations_leave():
-    """It reads and writes 8,000 bytes, of which a product of 10,000 leaves time for 2,000."""
+    """It reads and writes 8,000 bytes. A product of 10,000 leaves time for 2,000 of them."""
     thread = 'async_execution_thread="sparsecore"'
     at_start = [
         f"%s = ((f32[1000]{{0}}), f32[1000]{{0}}, u32[]) call-start(%p), {thread}, to_apply=%called",
@@ -982,7 +982,7 @@ def test_a_kernel_of_tokamax_computes_the_tiles_of_its_tables():
 
 
 def test_a_kernel_of_tokamax_takes_its_final_schedule():
-    """Its queries may have positions last. Of 4 x 4 tiles it visits ten, four of them on the diagonal."""
+    """Its queries may have positions last. It visits ten of 4 x 4 tiles, four of them on the diagonal."""
     lengths_last = "bf16[2,64,128,8192]"
     query = "bf16[2,64,8192,128]"
     sizes = '{\\"block_q\\": 2048, \\"block_kv\\": 2048}'

@@ -166,8 +166,8 @@ def _select(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
 
 
 def _of_one_device(line: Line, values: Sequence[DerivedValue]) -> DerivedValue | None:
-    """Return whole numbers that one device keeps beside zeros of the others: a term of a sum over
-    all devices. XLA adds the sums of the steps before by it.
+    """Return whole numbers that one device keeps while the others have zeros: a term of a sum over
+    all devices. So XLA adds the sum of earlier steps once.
     """
     predicate, value, other = values
     taken = splat(predicate, line.devices)
