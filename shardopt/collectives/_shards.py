@@ -88,7 +88,12 @@ def all_gather(
     run = jax.custom_vjp(forward)
     # no residuals: a gather is linear, and the gradient of a form reads the cotangent alone
     run.defvjp(lambda xs, probe: (forward(xs, probe), None), backward)
-    return run(list(leaves), probe)
+    gathered = run(list(leaves), probe)
+    # All results of `jax.custom_vjp` have tangents, which callbacks refuse; frozen leaves have none.
+    return [
+        leaf if wire.trained else jax.lax.stop_gradient(leaf)
+        for leaf, wire in zip(gathered, wires, strict=True)
+    ]
 
 
 def gathered_twice(

@@ -203,7 +203,7 @@ class StepSlots(NamedTuple):
       reduce: makes the reduction of some trained leaves.
       update: one update of the optimizer.
       wire: how a leaf travels.
-      remat: chooses the values that a block with gathered weights keeps for its backward pass.
+      remat: chooses the values that a block keeps for its backward pass.
       counts: returns for some parameters how many blocks each virtual stage of a pipeline runs.
     """
 

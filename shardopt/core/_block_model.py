@@ -58,8 +58,8 @@ class BlockModel(NamedTuple):
 
     **Forms of `remat`**:
 
-    - None computes only cheap values again: gathered weights, values that follow from weights
-      alone, and elementwise results if weights are sharded.
+    - None computes only cheap values again: elementwise results and, if a device gathers weights,
+      all that follows from weights and keys alone.
     - "full" computes the whole block again from its input.
     - "save:qkv,attention" computes all again except the values with these names, given by
       `jax.ad_checkpoint.checkpoint_name`.
@@ -113,7 +113,7 @@ def run_blocks(
     batch: PyTree,
     rng: jax.Array | None,
     *,
-    gather_outer: Callable[[PyTree], PyTree] = lambda outer: outer,
+    gather_outer: Callable[[PyTree], PyTree] | None = None,
     run_block: Callable[..., PyTree] | None = None,
     before_loss: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] | None = None,
 ) -> Loss:
@@ -127,7 +127,7 @@ def run_blocks(
     """
     blocks = params[BLOCKS]
     sharded_outer = {name: value for name, value in params.items() if name != BLOCKS}
-    outer = gather_outer(sharded_outer)
+    outer = sharded_outer if gather_outer is None else gather_outer(sharded_outer)
     num_blocks = jax.tree.leaves(blocks)[0].shape[0]
     run = run_block or plain_block(model)
 

@@ -27,10 +27,10 @@ def explained(config: StrategyConfig, rows: int | None = None) -> Iterator[None]
 
     Raises:
       ValueError: if a collective of the loss names an axis that the view does not have; and as
-        `constraints_explained`.
+        `lowering_explained`.
     """
     try:
-        with constraints_explained(config):
+        with lowering_explained(config):
             yield
     except NameError as error:
         axis = _UNBOUND.search(str(error))
@@ -44,16 +44,26 @@ def explained(config: StrategyConfig, rows: int | None = None) -> Iterator[None]
 
 
 @contextlib.contextmanager
-def constraints_explained(config: StrategyConfig) -> Iterator[None]:
+def lowering_explained(config: StrategyConfig) -> Iterator[None]:
     """Trace or lower inside this context, which explains errors about the shardings that a loss
-    constrains.
+    constrains, and about derivatives of gathered parameters.
 
     Raises:
       ValueError: if a constraint is over an axis of the rows, in the per-device view. Or, in the
-        global view, over an axis that the user's mesh has as an Explicit one.
+        global view, over an axis that the user's mesh has as an Explicit one. Or if an optimizer
+        differentiates the loss of gathered parameters forwards.
     """
     try:
         yield
+    except TypeError as error:
+        if not config.gathers or "forward-mode autodiff" not in str(error):
+            raise
+        problem = (
+            "the loss is differentiated forwards (jax.jvp), and gathered parameters have a"
+            " derivative backwards alone."
+        )
+        fix = "use so.ddp or so.zero, whose devices hold all parameters; or jax.vjp."
+        raise ValueError(format_error(config.strategy, problem, fix=fix)) from error
     except ValueError as error:
         if config.loss.view == "global":
             kind = _EXPLICIT

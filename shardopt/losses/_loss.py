@@ -24,7 +24,6 @@ from shardopt.core._block_model import (
     LossFn,
     as_block_model,
     call,
-    plain_block,
     run_blocks,
     takes_rng,
 )
@@ -36,7 +35,7 @@ from shardopt.losses._parts import loss_parts
 from shardopt.losses._per_row import PerRow, row_keys
 from shardopt.losses._rows import row_context, with_rows
 from shardopt.partition import LeafPlan
-from shardopt.remat._gathered_block import gathered_block
+from shardopt.remat._gathered_block import block_with_remat, kept_by_jax
 
 
 def loss_of_rows(
@@ -66,7 +65,8 @@ def loss_of_rows(
         if model is None:
             plain_loss = PlainLoss(config, layout, loss_fn, rows, probe, differentiated)
             return plain_loss.parts(params, batch, key)
-        return BlockLoss(config, layout, model, rows, probe).parts(params, batch, key)
+        block_loss = BlockLoss(config, layout, model, rows, probe, differentiated)
+        return block_loss.parts(params, batch, key)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,6 +132,7 @@ class BlockLoss:
       model: the model.
       rows: the number of rows of its batch.
       probe: see `loss_of_rows`.
+      differentiated: see `loss_of_rows`.
     """
 
     config: StrategyConfig
@@ -139,19 +140,18 @@ class BlockLoss:
     model: BlockModel
     rows: int
     probe: jax.Array | None
+    differentiated: bool
 
     def parts(self, params: PyTree, batch: PyTree, key: jax.Array | None) -> LossParts:
         """Return the loss of a batch."""
-        gather_outer = _unchanged
-        run_block = plain_block(self.model)
-        before_loss = None
-        if self.config.gathers:
-            params = self._with_probes(params)
-            gather_outer = self.gather_outer
-            remat = self.config.slots.remat
-            run_block = gathered_block(self.config.strategy, self.model, self.gather_block, remat)
-            if self.config.layout.expert_leaves and self._tables and self._is_per_device:
-                before_loss = self.gather_before_loss
+        gathers = self.config.gathers
+        params = self._with_probes(params) if gathers else params
+        gather_block = self.gather_block if gathers else None
+        has_experts = bool(self.config.layout.expert_leaves and self._tables)
+        scatters_first = gathers and has_experts and self._is_per_device
+        # A value of the loss may be differentiated later, also forwards, which `jax.custom_vjp` refuses.
+        remat = self.config.slots.remat if self.differentiated else kept_by_jax
+        run_block = block_with_remat(self.config.strategy, self.model, gather_block, remat)
         if not self._is_per_device:
             run_block = shard_activations(self.config, run_block, batch)
         returned = run_blocks(
@@ -159,9 +159,9 @@ class BlockLoss:
             params,
             batch,
             key,
-            gather_outer=gather_outer,
+            gather_outer=self.gather_outer if gathers else None,
             run_block=run_block,
-            before_loss=before_loss,
+            before_loss=self.gather_before_loss if scatters_first else None,
         )
         return loss_parts(self.config.strategy, returned, self.rows)
 
@@ -206,10 +206,6 @@ class BlockLoss:
         if probes is not None:
             probes = jnp.broadcast_to(probes, (num_blocks, *probes.shape))
         return {**params, BLOCKS: (params[BLOCKS], probes)}
-
-
-def _unchanged(outer: PyTree) -> PyTree:
-    return outer
 
 
 def all_gather_leaves(

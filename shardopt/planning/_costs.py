@@ -408,7 +408,7 @@ def footprint(placed: PlacedModel, *, batch_size: int) -> Footprint:
       gradients of one micro-batch before they are added. In a pipeline two sums, because each tick
       makes new sums from the old ones; outer gradients are replicated there.
     - activations: k r residuals. With remat k r block inputs, values that are saved by name, and
-      the residuals of one block. Under fsdp elementwise results are stored for one block at a time.
+      the residuals of one block. Elementwise results are stored for one block at a time.
     - activations in a pipeline: the residuals of `schedule.num_slots` chunks, and the messages that
       wait. With remat only the inputs of chunks; the residuals of one chunk are among its working
       bytes, after the loss.
@@ -421,9 +421,7 @@ def footprint(placed: PlacedModel, *, batch_size: int) -> Footprint:
     rows = batch_size / layout.pieces
     tensor = layout.tensor
     all_residuals = workload.residuals.on(tensor) * rows
-    residuals = (
-        workload.stage_residuals.on(tensor) * rows if placed.keeps_products else all_residuals
-    )
+    residuals = workload.stage_residuals.on(tensor) * rows
     recompute = placed.recompute
     boundary = workload.boundary_bytes * rows
     saved = 0.0 if recompute is None else recompute.kept.on(tensor) * rows
@@ -723,8 +721,7 @@ def _forward_seconds(placed: PlacedModel, hardware: Hardware, rows: float) -> fl
     flops = placed.num_blocks * workload.block_flops * rows / tensor
     weights = placed.elements.blocks() * workload.itemsize
     # residuals are written once and read once
-    residuals = workload.stage_residuals if placed.keeps_products else workload.residuals
-    activations = 2 * placed.num_blocks * residuals.on(tensor) * rows
+    activations = 2 * placed.num_blocks * workload.stage_residuals.on(tensor) * rows
     return (
         max(flops / hardware.flops, weights / hardware.memory_bandwidth)
         + activations / hardware.memory_bandwidth

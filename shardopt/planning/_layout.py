@@ -264,13 +264,6 @@ class PlacedModel(NamedTuple):
         return self.workload.recompute(self.layout.remat)
 
     @property
-    def keeps_products(self) -> bool:
-        """Whether the residuals of blocks contain no elementwise results, as under fsdp and in
-        pipelines.
-        """
-        return self.shards.params or self.layout.pipeline > 1
-
-    @property
     def num_blocks(self) -> int:
         """Blocks on a stage."""
         return self.workload.num_blocks // self.layout.pipeline

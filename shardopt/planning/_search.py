@@ -434,7 +434,7 @@ class _Space(NamedTuple):
         for m, placement, schedule, choice in itertools.product(
             micro_batches, placements, schedules, tried_remat
         ):
-            if placement == "fsdp" and choice in redundant:
+            if choice in redundant:
                 continue
             for chunks in self._chunks(pipeline, m, schedule):
                 yield sizes._replace(
@@ -448,8 +448,8 @@ class _Space(NamedTuple):
                 )
 
     def _redundant_remat(self) -> list[bool | str]:
-        """Return the choices that equal remat=False under fsdp, which computes elementwise
-        operations again anyway.
+        """Return the choices that equal remat=False, which computes elementwise operations again
+        too.
         """
         if False not in self.remat:
             return []

@@ -167,8 +167,7 @@ class Workload(NamedTuple):
       boundary_bytes: bytes of the activations that one row passes from block to block.
       residuals: bytes that one block stores for one row from forward to backward, if nothing is
         recomputed.
-      stage_residuals: the same in a pipeline and under fsdp, which compute elementwise operations
-        again.
+      stage_residuals: the same if elementwise operations are computed again, as strategies do.
       deferred: bytes that the backward pass of a block stores for its weight gradient, if the
         schedule splits that off.
       working: temporary bytes while one block is differentiated, in addition to its `residuals`.

@@ -1,51 +1,79 @@
-"""A block that gathers its weights when it runs, in the forward pass and again in the backward
-pass.
+"""A block with its choice of what to keep for the backward pass, which may gather its weights in
+both passes.
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from shardopt.core import Arrays, PyTree, format_error
+from shardopt.core import Arrays, PyTree, abstract, format_error
 from shardopt.core._block_model import BlockModel, call_block
 from shardopt.core._block_remat import checkpointed
 from shardopt.low_precision._reads import reading_in_products
 from shardopt.trace._parts import Shapes
 
-BlockRemat = Callable[[Callable[[Arrays, Arrays], Arrays], Arrays, Arrays], Arrays]
-"""`remat(f, arguments, x) -> f(arguments, x)`, which chooses what f keeps for its backward pass."""
+
+class BlockRemat(Protocol):
+    """Chooses what a block keeps for its backward pass."""
+
+    def __call__(
+        self, block: ClosedJaxpr, arguments: Arrays, x: Arrays, *, gathers: bool
+    ) -> Arrays:
+        """Return the results of `block`, a traced function of arguments and x.
+
+        Args:
+          block: the trace.
+          arguments: weights, indices and keys.
+          x: the input, with the shapes and dtypes of the results.
+          gathers: whether the block gathers its arguments.
+        """
+        ...
 
 
-def gathered_block(
-    caller: str, model: BlockModel, gather: Callable[[PyTree], PyTree], remat: BlockRemat
+def kept_by_jax(block: ClosedJaxpr, arguments: Arrays, x: Arrays, *, gathers: bool) -> Arrays:
+    """Be a `BlockRemat` that leaves the choice to jax: it keeps all that derivatives read."""
+    del gathers
+    return jaxpr_as_fun(block)(*arguments, *x)
+
+
+def block_with_remat(
+    caller: str,
+    model: BlockModel,
+    gather: Callable[[PyTree], PyTree] | None,
+    remat: BlockRemat,
 ) -> Callable[..., PyTree]:
-    """Return `run(one_block, index, rng, x) -> x`, which gathers the weights of a block and runs
-    it.
+    """Return `run(one_block, index, rng, x) -> x`, which runs a block with gathered weights.
 
     Args:
       caller: the strategy, for errors.
-      model: the model with the block. The backward pass recomputes values by `model.remat`, and
-        always recomputes values that depend on weights alone.
-      gather: gathers the weights of one block.
+      model: the model with the block. The backward pass recomputes values by `model.remat` too.
+      gather: gathers the weights of one block; None if they are whole.
       remat: chooses the values that a block keeps.
     """
 
     def run(one_block: PyTree, index: jax.Array | int, rng: jax.Array | None, x: PyTree) -> PyTree:
-        arguments, arguments_treedef = jax.tree.flatten((one_block, index, rng))
-        inputs, treedef = jax.tree.flatten(x)
-
-        def block(arguments: Arrays, leaves: Arrays) -> Arrays:
-            one_block, index, rng = arguments_treedef.unflatten(arguments)
+        def block(one_block: PyTree, index: jax.Array, rng: jax.Array | None, x: PyTree) -> PyTree:
             of_user = reading_in_products(
                 caller, lambda weights, x: call_block(model, rng, index, weights, x)
             )
-            run_block = checkpointed(model.remat, of_user)
-            return leaves_like(
-                caller, inputs, treedef, run_block(gather(one_block), treedef.unflatten(leaves))
-            )
+            weights = one_block if gather is None else gather(one_block)
+            y = checkpointed(model.remat, of_user)(weights, x)
+            return jax.tree.map(jnp.asarray, y)  # Python numbers too
 
-        return treedef.unflatten(remat(block, arguments, inputs))
+        # Trace now, while the stack contains the user's lines: the stack of the differentiation does
+        # not. The copies of `remat` keep the source lines.
+        traced, y = jax.make_jaxpr(block, return_shape=True)(one_block, index, rng, x)
+        inputs, treedef = jax.tree.flatten(x)
+        arguments = jax.tree.leaves((one_block, index, rng))
+        leaves, structure = jax.tree.flatten(y)
+        if gather is None and (structure, abstract(leaves)) != (treedef, abstract(inputs)):
+            # `jax.lax.scan` promotes numbers, or refuses the block
+            return structure.unflatten(kept_by_jax(traced, arguments, inputs, gathers=False))
+        _check_like(caller, inputs, treedef, leaves, structure)
+        return treedef.unflatten(remat(traced, arguments, inputs, gathers=gather is not None))
 
     return run
 
@@ -57,10 +85,17 @@ def leaves_like(caller: str, shapes: Shapes, treedef: PyTree, y: PyTree) -> Arra
       ValueError: if their structure, shapes or dtypes differ from the block's input.
     """
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, y))  # Python numbers too
+    _check_like(caller, shapes, treedef, leaves, structure)
+    return leaves
+
+
+def _check_like(
+    caller: str, shapes: Shapes, treedef: PyTree, leaves: Shapes, structure: PyTree
+) -> None:
     if structure == treedef and all(
         (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(leaves, shapes, strict=True)
     ):
-        return leaves
+        return
 
     def show(leaves):
         return ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves) or "nothing"

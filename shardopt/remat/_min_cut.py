@@ -2,36 +2,102 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import jaxpr_as_fun
+import jax.core
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.interpreters.ad import primitive_jvps
 
-from shardopt.core import Arrays, abstract, replaced
-from shardopt.remat._split_backward import Passes, Shapes, floating, split_backward
+from shardopt.core import Arrays, abstract, is_inexact, replaced
+from shardopt.remat._gathered_block import kept_by_jax
+from shardopt.remat._split_backward import Passes, Shapes, called_back, floating, split_backward
+from shardopt.trace._jaxprs import CUSTOM, called_jaxprs
+from shardopt.trace._parts import (
+    Trace,
+    abstract_value,
+    inputs_of,
+    part_of,
+    reached_from,
+    slice_of,
+    trace_of,
+)
 
 
-def min_cut_remat(f: Callable[[Arrays, Arrays], Arrays], arguments: Arrays, x: Arrays) -> Arrays:
-    """Return `f(arguments, x)`, and store only the residuals of `split_backward` for the backward
-    pass.
+def min_cut_remat(block: ClosedJaxpr, arguments: Arrays, x: Arrays, *, gathers: bool) -> Arrays:
+    """Return the results of a block that stores only the residuals of `split_backward` for the
+    backward pass, which computes all others again.
 
-    The backward pass computes two kinds of values again: values that depend on `arguments` alone,
-    such as gathers and casts of weights, and results of elementwise operations on residuals. A
-    `jax.checkpoint` inside f stays in effect. A policy of one `jax.checkpoint` around f cannot do
-    that. It sees one primitive at a time without its inputs, and overrides the policies inside f.
+    A `jax.checkpoint` inside the block stays in effect. A policy of one `jax.checkpoint` around it
+    cannot do that. It sees one primitive at a time without its inputs, and overrides the policies
+    inside the block.
+
+    Only what has a tangent is differentiated, as without it. So an operation without a derivative,
+    such as a callback, may read frozen weights and numbers of the batch. Two things differ. All
+    floating results that depend on weights have tangents, for the next block. And where one of them
+    is not used, its cotangent is an array of zeros, which makes NaN of an infinite derivative. So a
+    block that gathers nothing keeps what jax keeps, if it has several such results, or an operation
+    without a derivative.
 
     Args:
-      f: function of two lists of arrays; its result has the shapes and dtypes of x.
+      block: the trace of a function of arguments and x.
       arguments: weights, indices, keys.
-      x: the input.
+      x: the input, with the shapes and dtypes of the results.
+      gathers: whether the block gathers its arguments, see `split_backward`.
     """
-    # Trace now, while the stack contains the user's lines: the stack of the differentiation does
-    # not. A copy of the trace keeps the source lines.
-    functions = _MinCut(jax.make_jaxpr(f)(arguments, x), *abstract((arguments, x)))
-    run = jax.custom_vjp(functions.copy)
-    run.defvjp(functions.forward, functions.backward)
-    return run(arguments, x)
+    # `jax.custom_vjp` differentiates arguments alone, and a block may close over weights.
+    arguments = [*block.consts, *arguments]
+    inputs = [*block.jaxpr.constvars, *block.jaxpr.invars]
+    trace = trace_of(block)._replace(jaxpr=block.jaxpr.replace(constvars=[]), consts=[])
+    chosen = _indices_of_weights(trace, inputs, arguments)
+    differs = len([i for i in chosen if is_inexact(x[i])]) > 1 or not has_derivative(block.jaxpr)
+    if not chosen or (differs and not gathers):
+        return kept_by_jax(block, arguments[len(block.consts) :], x, gathers=gathers)
+    # All floating results of `jax.custom_vjp` have tangents. So numbers that blocks hand on, and
+    # compute from each other alone, are computed apart from it.
+    results = trace.jaxpr.outvars
+    others = [i for i in range(len(x)) if i not in chosen]
+    handed_on = [results[i] for i in others]
+    apart, _ = slice_of(trace, handed_on, stop=set())
+    y = replaced(list(x), others, part_of(trace, apart, inputs, handed_on)(*arguments, *x))
+    # Every equation, also one that no result needs: a derivative rule may refuse it.
+    copy = part_of(trace, set(range(len(trace.jaxpr.eqns))), inputs, [results[i] for i in chosen])
+    shapes: tuple[Shapes, Shapes] = abstract((arguments, list(x)))
+    functions = _MinCut(copy, *shapes, y=[shapes[1][i] for i in chosen], gathers=gathers)
+    run = jax.custom_vjp(functions.run)
+    run.defvjp(functions.forward, lambda backward, dy: backward(dy), symbolic_zeros=True)
+    return replaced(y, chosen, run(arguments, list(x)))
+
+
+def _indices_of_weights(trace: Trace, inputs: Sequence[Var], arguments: Arrays) -> list[int]:
+    """Return the indices of the results that depend on weights or callbacks."""
+    weights = [
+        var
+        for var, value in zip(inputs, arguments, strict=False)
+        if is_inexact(value) and isinstance(value, jax.core.Tracer)
+    ]
+    start = [*weights, *called_back(trace.jaxpr)]
+    dependent = reached_from(trace.jaxpr, start, every=False)
+    results = trace.jaxpr.outvars
+    return [i for i, var in enumerate(results) if isinstance(var, Var) and var in dependent]
+
+
+def has_derivative(jaxpr: ClosedJaxpr | Jaxpr) -> bool:
+    """Return whether jax has a derivative, backwards, for each operation."""
+    return all(map(_is_differentiable, jaxpr.eqns))
+
+
+def _is_differentiable(eqn: JaxprEqn) -> bool:
+    name = eqn.primitive.name
+    if name in CUSTOM or not any(is_inexact(abstract_value(var)) for var in inputs_of(eqn)):
+        return True
+    if name == "while" or "callback" in name:
+        return False
+    called = called_jaxprs(eqn)
+    return all(map(has_derivative, called)) if called else eqn.primitive in primitive_jvps
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,38 +105,64 @@ class _MinCut:
     """The functions of `min_cut_remat`.
 
     Attributes:
-      traced: the jaxpr of f.
-      arguments: the shapes of the arguments of f.
+      copy: of the block, as a function of all its arrays.
+      arguments: the shapes of its arguments.
       x: the shapes of its input.
+      y: the shapes of its results.
+      gathers: whether it gathers its arguments.
     """
 
-    traced: Any
+    copy: Callable[..., Arrays]
     arguments: Shapes
     x: Shapes
+    y: Shapes
+    gathers: bool
 
-    @functools.cached_property
-    def passes(self) -> Passes:
-        """The passes, split when the function is differentiated."""
-        return split_backward(self.copy, self.arguments, self.x, trained=floating(self.arguments))
+    def run(self, arguments: Arrays, x: Arrays) -> Arrays:
+        """Return the results."""
+        return self.copy(*arguments, *x)
 
-    def copy(self, arguments: Arrays, x: Arrays) -> Arrays:
-        return jaxpr_as_fun(self.traced)(*arguments, *x)
-
-    def forward(self, arguments: Arrays, x: Arrays) -> tuple[Arrays, tuple[Arrays, Arrays]]:
-        y, residuals = self.passes.forward(arguments, x)
-        return y, (arguments, residuals)
+    def forward(self, arguments: Sequence[Any], x: Sequence[Any]) -> tuple[Arrays, Any]:
+        """Return the results, and the backward pass with its residuals, of arguments that say
+        whether they have a tangent.
+        """
+        trained = [i for i in floating(self.arguments) if arguments[i].perturbed]
+        differentiated = [i for i in floating(self.x) if x[i].perturbed]
+        passes = split_backward(
+            self.run,
+            self.arguments,
+            self.x,
+            trained=trained,
+            differentiated=differentiated,
+            y=self.y,
+            gathers=self.gathers,
+        )
+        values = [argument.value for argument in arguments]
+        y, residuals = passes.forward(values, [leaf.value for leaf in x])
+        backward = functools.partial(self.backward, passes, trained, differentiated)
+        return y, jax.tree_util.Partial(backward, values, residuals)
 
     def backward(
-        self, saved: tuple[Arrays, Arrays], dy: Arrays
+        self,
+        passes: Passes,
+        trained: Sequence[int],
+        differentiated: Sequence[int],
+        arguments: Arrays,
+        residuals: Arrays,
+        dy: Sequence[jax.Array | SymbolicZero],
     ) -> tuple[list[jax.Array | None], list[jax.Array | None]]:
-        arguments, residuals = saved
-        trained = floating(self.arguments)
-        differentiable = floating(self.x)
-        dy = [dy[i] for i in differentiable]
+        """Return the gradients of arguments and input; None for those without a tangent."""
+        of_results = [
+            jnp.zeros(y.shape, y.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
+            for cotangent, y in zip(dy, self.y, strict=True)
+            if is_inexact(y)
+        ]
         # Without the barrier, a compiler that sees both passes would keep the gathered weights of
         # the forward pass.
-        weights, dy = jax.lax.optimization_barrier(([arguments[i] for i in trained], dy))
-        dx, dw = self.passes.both(replaced(arguments, trained, weights), residuals, dy)
+        weights, of_results = jax.lax.optimization_barrier(
+            ([arguments[i] for i in trained], of_results)
+        )
+        dx, dw = passes.both(replaced(arguments, trained, weights), residuals, of_results)
         return replaced([None] * len(arguments), trained, dw), replaced(
-            [None] * len(self.x), differentiable, dx
+            [None] * len(self.x), differentiated, dx
         )

@@ -26,6 +26,7 @@ from shardopt.trace._parts import (
     reached_from,
     slice_of,
     trace_of,
+    variables_of,
 )
 from shardopt.trace._primitives import ARITHMETIC
 
@@ -61,16 +62,27 @@ class Passes(NamedTuple):
 
 
 def split_backward(
-    f: Callable[[Arrays, Arrays], Arrays], arguments: Shapes, x: Shapes, *, trained: Sequence[int]
+    f: Callable[[Arrays, Arrays], Arrays],
+    arguments: Shapes,
+    x: Shapes,
+    *,
+    trained: Sequence[int],
+    differentiated: Sequence[int] | None = None,
+    y: Shapes | None = None,
+    gathers: bool = True,
 ) -> Passes:
     """Trace a block with its gradients, and split the trace into `Passes`.
 
     Args:
-      f: the block, a function of two lists of arrays. Integer leaves of x have no gradient, and dy
-        and dx omit them.
+      f: the block, a function of two lists of arrays. Integer leaves of its result y have no
+        gradient, and dy omits them.
       arguments: weights and other arguments, or their shapes.
-      x: the input, or its shapes; y has the same shapes.
+      x: the input, or its shapes.
       trained: indices of the `arguments` in the weight gradient.
+      differentiated: indices of the leaves of x in dx; by default all with a floating dtype.
+      y: the shapes of the result; by default those of x.
+      gathers: whether f gathers its arguments. Then all that depends on arguments alone is computed
+        again; otherwise only its elementwise operations are.
 
     Note:
       `jax.vjp` stores every intermediate result, weights included, and computes both gradients at
@@ -79,33 +91,33 @@ def split_backward(
       without repeating work. For y = g(x @ w), the cotangent of x @ w is deferred, and its product
       with x runs later.
     """
-    differentiable = floating(x)
+    in_dx = floating(x) if differentiated is None else differentiated
+    y_shapes = x if y is None else y
+    in_dy = floating(y_shapes)
 
     def with_gradients(arguments: Arrays, x: Arrays, dy: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         def block(weights: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
-            y = f(replaced(arguments, trained, weights), replaced(x, differentiable, inputs))
+            y = f(replaced(arguments, trained, weights), replaced(x, in_dx, inputs))
             # `vjp` wants floating results alone; the others come out as `has_aux`.
-            return [y[i] for i in differentiable], y
+            return [y[i] for i in in_dy], y
 
         _, vjp, y = jax.vjp(
-            block, [arguments[i] for i in trained], [x[i] for i in differentiable], has_aux=True
+            block, [arguments[i] for i in trained], [x[i] for i in in_dx], has_aux=True
         )
         dw, dx = vjp(dy)
         return y, dx, dw
 
-    arguments, x = abstract((list(arguments), list(x)))
-    args = (arguments, x, [x[i] for i in differentiable])
+    arguments, x, y_shapes = abstract((list(arguments), list(x), list(y_shapes)))
+    args = (arguments, x, [y_shapes[i] for i in in_dy])
     # Traced twice: the second trace inlines inner functions, so that a cut may go through them.
-    nested = jax.make_jaxpr(with_gradients)(*args)
+    nested, results = jax.make_jaxpr(with_gradients, return_shape=True)(*args)
     flat = jax.make_jaxpr(
         lambda *args: inlined(nested.jaxpr, nested.consts, jax.tree.leaves(args))
     )(*args)
-    return _cut(
-        jex.ClosedJaxpr(without_transposes(flat.jaxpr), flat.consts),
-        len(arguments),
-        len(x),
-        len(trained),
-    )
+    trace = trace_of(jex.ClosedJaxpr(without_transposes(flat.jaxpr), flat.consts))
+    invars = jax.tree.unflatten(jax.tree.structure(args), trace.jaxpr.invars)
+    outvars = jax.tree.unflatten(jax.tree.structure(results), trace.jaxpr.outvars)
+    return _cut(trace, invars, outvars, gathers)
 
 
 def rematerialised(passes: Passes, x: Shapes) -> Passes:
@@ -139,16 +151,16 @@ def floating(leaves: Shapes) -> list[int]:
     return [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
 
 
-def _cut(closed: jex.ClosedJaxpr, num_arguments: int, num_x: int, num_trained: int) -> Passes:
-    jaxpr = closed.jaxpr
-    trace = trace_of(closed)
-    arguments = jaxpr.invars[:num_arguments]
-    inputs = jaxpr.invars[num_arguments:]
-    x = inputs[:num_x]
-    dy = inputs[num_x:]
-    y = jaxpr.outvars[:num_x]
-    dx = jaxpr.outvars[num_x : num_x + len(dy)]
-    dw = jaxpr.outvars[len(jaxpr.outvars) - num_trained :]
+def _cut(
+    trace: Trace,
+    invars: tuple[list[jex.Var], list[jex.Var], list[jex.Var]],
+    outvars: tuple[list[Atom], list[Atom], list[Atom]],
+    gathers: bool,
+) -> Passes:
+    """Return the passes of a trace from (arguments, x, dy) to (y, dx, dw)."""
+    jaxpr = trace.jaxpr
+    arguments, x, dy = invars
+    y, dx, dw = outvars
     #  arguments, x -> [forward] -> y
     #                      | residuals
     #                      v
@@ -159,8 +171,10 @@ def _cut(closed: jex.ClosedJaxpr, num_arguments: int, num_x: int, num_trained: i
     #
     # Each slice below walks back from results until values that an earlier pass hands over.
     # Equations that it meets run in this pass, also if an earlier pass ran them: they run again.
-    of_arguments = reached_from(jaxpr, [*jaxpr.constvars, *arguments], every=True)
-    recomputable = of_arguments - reached_from(jaxpr, _called_back(jaxpr), every=False)
+    recomputable = {*jaxpr.constvars, *arguments}
+    if gathers:
+        of_arguments = reached_from(jaxpr, recomputable, every=True)
+        recomputable = of_arguments - reached_from(jaxpr, called_back(jaxpr), every=False)
     depends_on_dy = reached_from(jaxpr, dy, every=False)
     residuals = _residuals(trace, x, recomputable, depends_on_dy, [*dx, *dw])
     # An equation with an effect runs once, in the first pass that has its inputs.
@@ -193,12 +207,12 @@ def _cut(closed: jex.ClosedJaxpr, num_arguments: int, num_x: int, num_trained: i
     # From the trace before the split: in one function a checkpoint runs its forward pass once.
     both = part_of(trace, in_both, [*arguments, *residuals, *dy], [*dx, *dw])
     return Passes(
-        forward=lambda arguments, x: _split(forward(*arguments, *x), num_x),
+        forward=lambda arguments, x: _split(forward(*arguments, *x), len(y)),
         backward=lambda arguments, residuals, dy: _split(
-            backward(*arguments, *residuals, *dy), len(dy)
+            backward(*arguments, *residuals, *dy), len(dx)
         ),
         weight=lambda arguments, residuals, deferred: weight(*arguments, *residuals, *deferred),
-        both=lambda arguments, residuals, dy: _split(both(*arguments, *residuals, *dy), len(dy)),
+        both=lambda arguments, residuals, dy: _split(both(*arguments, *residuals, *dy), len(dx)),
         residuals=tuple(map(abstract_value, residuals)),
         deferred=tuple(map(abstract_value, deferred)),
         weight_residuals=tuple(map(residuals.index, residuals_of_weight)),
@@ -214,7 +228,10 @@ def _separate_checkpoints(trace: Trace, dx: Sequence[Atom]) -> jex.ClosedJaxpr:
     no expensive equation.
     """
     for_dx, _ = slice_of(trace, dx, stop=set())
-    read_variables = {*dx, *(var for i in for_dx for var in inputs_of(trace.jaxpr.eqns[i]))}
+    read_variables = {
+        *variables_of(dx),
+        *(var for i in for_dx for var in inputs_of(trace.jaxpr.eqns[i])),
+    }
     equations = []
     for i, eqn in enumerate(trace.jaxpr.eqns):
         groups = [
@@ -263,7 +280,7 @@ def _split(values: Arrays, index: int) -> tuple[Arrays, Arrays]:
     return list(values[:index]), list(values[index:])
 
 
-def _called_back(jaxpr: jex.Jaxpr) -> list[jex.Var]:
+def called_back(jaxpr: jex.Jaxpr) -> list[jex.Var]:
     """Return the results of callbacks, which may be other numbers in another call."""
     return [
         var

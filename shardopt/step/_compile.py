@@ -12,7 +12,7 @@ from jax.core import Tracer
 from shardopt.config._config import StrategyConfig
 from shardopt.config._user_mesh import abstract_on_auto_axes, put_on_auto_axes
 from shardopt.core import PyTree, TreeDef, abstract, calling
-from shardopt.losses._explain import constraints_explained
+from shardopt.losses._explain import lowering_explained
 from shardopt.mesh import under_mesh, without_mesh
 from shardopt.runtime._agreement import processes_of
 from shardopt.runtime._compiler_options import compiler_options
@@ -102,7 +102,7 @@ class AotCompiled:
 
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
         """Return the lowered program, also for abstract arguments."""
-        with without_mesh(), constraints_explained(self.config):
+        with without_mesh(), lowering_explained(self.config):
             return self.jitted.lower(
                 abstract(args[0]), *jax.tree.map(abstract_on_auto_axes, args[1:])
             )

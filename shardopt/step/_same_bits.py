@@ -31,6 +31,7 @@ from shardopt.losses._loss import loss_of_rows, step_key
 from shardopt.losses._metrics import combined, factor, objective
 from shardopt.losses._per_row import row_numbers
 from shardopt.losses._sums import cut, leaf_wire, scale, sum_parts
+from shardopt.remat._gathered_block import kept_by_jax
 from shardopt.step._fenced import FencedUpdate, fenced, fenced_on_each
 from shardopt.step._gradients import ExactSum, MicroBatches, PerDeviceView
 
@@ -46,6 +47,8 @@ def same_bits(config: StrategyConfig, slots: StepSlots) -> StepSlots:
         differentiate={"per_device": PerDeviceView(Tiles(), sum_tiles)},
         reduce=lambda config, trained: TreeSum(),
         update=FencedUpdate(slots.update),
+        # A value that is computed again may be fused otherwise on some meshes.
+        remat=kept_by_jax,
     )
 
 

@@ -10,7 +10,7 @@ from shardopt.core._rounding import Rounding
 from shardopt.losses._global_view import GlobalView
 from shardopt.losses._sums import leaf_wire, sum_parts
 from shardopt.partition import LeafPlan
-from shardopt.remat._gathered_block import BlockRemat
+from shardopt.remat._gathered_block import BlockRemat, kept_by_jax
 from shardopt.step._gradients import MicroBatches, PerDeviceView, exact_sum
 from shardopt.step._update import PlainUpdate
 
@@ -63,8 +63,7 @@ def _wire(config: StrategyConfig) -> Wire:
 
 def _remat(config: StrategyConfig) -> BlockRemat:
     if as_block_model(config.loss.loss_fn) is None:
-        # never called: a loss without blocks has no block whose weights are gathered
-        return lambda f, arguments, x: f(arguments, x)
+        return kept_by_jax  # never called: a loss without blocks has none
     from shardopt.remat._min_cut import min_cut_remat
 
     return min_cut_remat
