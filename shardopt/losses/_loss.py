@@ -147,8 +147,8 @@ class BlockLoss:
         gathers = self.config.gathers
         params = self._with_probes(params) if gathers else params
         gather_block = self.gather_block if gathers else None
-        has_experts = bool(self.config.layout.expert_leaves and self._tables)
-        scatters_first = gathers and has_experts and self._is_per_device
+        has_experts_and_tables = self.config.layout.expert_leaves and self._tables
+        scatters_first = gathers and has_experts_and_tables and self._is_per_device
         # A value of the loss may be differentiated later, also forwards, which `jax.custom_vjp` refuses.
         remat = self.config.slots.remat if self.differentiated else kept_by_jax
         run_block = block_with_remat(self.config.strategy, self.model, gather_block, remat)

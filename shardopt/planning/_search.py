@@ -429,13 +429,13 @@ class _Space(NamedTuple):
         ]
         placements = self.placements if sizes.shards.size > 1 else ("ddp",)
         schedules = self.schedules if pipeline > 1 else (None,)
-        tried_remat = [choice for choice in self.remat if pipeline == 1 or isinstance(choice, bool)]
-        redundant = self._redundant_remat()
+        useful_remat = self._useful_remat()
+        tried_remat = [
+            choice for choice in useful_remat if pipeline == 1 or isinstance(choice, bool)
+        ]
         for m, placement, schedule, choice in itertools.product(
             micro_batches, placements, schedules, tried_remat
         ):
-            if choice in redundant:
-                continue
             for chunks in self._chunks(pipeline, m, schedule):
                 yield sizes._replace(
                     placement=placement,
@@ -447,17 +447,17 @@ class _Space(NamedTuple):
                     scatter_dtype=self.dtypes[1] if placement != "ddp" else None,
                 )
 
-    def _redundant_remat(self) -> list[bool | str]:
-        """Return the choices that equal remat=False, which computes elementwise operations again
-        too.
+    def _useful_remat(self) -> Sequence[bool | str]:
+        """Return the choices without those that equal remat=False, which computes elementwise
+        operations again too.
         """
         if False not in self.remat:
-            return []
+            return self.remat
         recomputes = {choice: self.workload.recompute(choice) for choice in self.remat}
         return [
             choice
             for choice, recompute in recomputes.items()
-            if isinstance(choice, str) and recompute and not recompute.flops
+            if isinstance(choice, bool) or recompute is None or recompute.flops
         ]
 
     def contexts(self) -> list[int]:

@@ -1,5 +1,5 @@
-"""A block with its choice of what to keep for the backward pass, which may gather its weights in
-both passes.
+"""A block that may gather its weights when it runs, in both passes, and that chooses the values to
+keep for its backward pass.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from shardopt.core import Arrays, PyTree, abstract, format_error
+from shardopt.core import Arrays, PyTree, format_error
 from shardopt.core._block_model import BlockModel, call_block
 from shardopt.core._block_remat import checkpointed
 from shardopt.low_precision._reads import reading_in_products
@@ -17,7 +17,7 @@ from shardopt.trace._parts import Shapes
 
 
 class BlockRemat(Protocol):
-    """Chooses what a block keeps for its backward pass."""
+    """A choice of the values that a block keeps for its backward pass."""
 
     def __call__(
         self, block: ClosedJaxpr, arguments: Arrays, x: Arrays, *, gathers: bool
@@ -69,10 +69,11 @@ def block_with_remat(
         inputs, treedef = jax.tree.flatten(x)
         arguments = jax.tree.leaves((one_block, index, rng))
         leaves, structure = jax.tree.flatten(y)
-        if gather is None and (structure, abstract(leaves)) != (treedef, abstract(inputs)):
+        if not _is_like(inputs, treedef, leaves, structure):
+            if gather is not None:
+                raise _unlike(caller, inputs, treedef, leaves, structure)
             # `jax.lax.scan` promotes numbers, or refuses the block
             return structure.unflatten(kept_by_jax(traced, arguments, inputs, gathers=False))
-        _check_like(caller, inputs, treedef, leaves, structure)
         return treedef.unflatten(remat(traced, arguments, inputs, gathers=gather is not None))
 
     return run
@@ -85,17 +86,22 @@ def leaves_like(caller: str, shapes: Shapes, treedef: PyTree, y: PyTree) -> Arra
       ValueError: if their structure, shapes or dtypes differ from the block's input.
     """
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, y))  # Python numbers too
-    _check_like(caller, shapes, treedef, leaves, structure)
+    if not _is_like(shapes, treedef, leaves, structure):
+        raise _unlike(caller, shapes, treedef, leaves, structure)
     return leaves
 
 
-def _check_like(
-    caller: str, shapes: Shapes, treedef: PyTree, leaves: Shapes, structure: PyTree
-) -> None:
-    if structure == treedef and all(
+def _is_like(shapes: Shapes, treedef: PyTree, leaves: Shapes, structure: PyTree) -> bool:
+    """Return whether a block's result has the structure, shapes and dtypes of its input."""
+    return structure == treedef and all(
         (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(leaves, shapes, strict=True)
-    ):
-        return
+    )
+
+
+def _unlike(
+    caller: str, shapes: Shapes, treedef: PyTree, leaves: Shapes, structure: PyTree
+) -> ValueError:
+    """Return the error about a result that differs from the input."""
 
     def show(leaves):
         return ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves) or "nothing"
@@ -108,4 +114,4 @@ def _check_like(
         "let embed bring its result to the shape and dtype that blocks return, or cast at the end"
         " of the block."
     )
-    raise ValueError(format_error(caller, problem, fix=fix))
+    return ValueError(format_error(caller, problem, fix=fix))

@@ -35,7 +35,7 @@ def min_cut_remat(block: ClosedJaxpr, arguments: Arrays, x: Arrays, *, gathers: 
     cannot do that. It sees one primitive at a time without its inputs, and overrides the policies
     inside the block.
 
-    Only what has a tangent is differentiated, as without it. So an operation without a derivative,
+    Only arrays with a tangent are differentiated, as without it. So an operation without a derivative,
     such as a callback, may read frozen weights and numbers of the batch. Two things differ. All
     floating results that depend on weights have tangents, for the next block. And where one of them
     is not used, its cotangent is an array of zeros, which makes NaN of an infinite derivative. So a
@@ -49,34 +49,41 @@ def min_cut_remat(block: ClosedJaxpr, arguments: Arrays, x: Arrays, *, gathers: 
       gathers: whether the block gathers its arguments, see `split_backward`.
     """
     # `jax.custom_vjp` differentiates arguments alone, and a block may close over weights.
-    arguments = [*block.consts, *arguments]
+    operands = [*block.consts, *arguments]
     inputs = [*block.jaxpr.constvars, *block.jaxpr.invars]
     trace = trace_of(block)._replace(jaxpr=block.jaxpr.replace(constvars=[]), consts=[])
-    chosen = _indices_of_weights(trace, inputs, arguments)
-    differs = len([i for i in chosen if is_inexact(x[i])]) > 1 or not has_derivative(block.jaxpr)
-    if not chosen or (differs and not gathers):
-        return kept_by_jax(block, arguments[len(block.consts) :], x, gathers=gathers)
+    of_weights = _indices_of_weights(trace, inputs, operands)
+    has_several = sum(is_inexact(x[i]) for i in of_weights) > 1
+    differs_from_jax = has_several or not _has_derivative(block.jaxpr)
+    if not of_weights or (differs_from_jax and not gathers):
+        return kept_by_jax(block, arguments, x, gathers=gathers)
     # All floating results of `jax.custom_vjp` have tangents. So numbers that blocks hand on, and
     # compute from each other alone, are computed apart from it.
     results = trace.jaxpr.outvars
-    others = [i for i in range(len(x)) if i not in chosen]
-    handed_on = [results[i] for i in others]
-    apart, _ = slice_of(trace, handed_on, stop=set())
-    y = replaced(list(x), others, part_of(trace, apart, inputs, handed_on)(*arguments, *x))
+    handed_on = [i for i in range(len(x)) if i not in of_weights]
+    handed_on_vars = [results[i] for i in handed_on]
+    needed, _ = slice_of(trace, handed_on_vars, stop=set())
+    hand_on = part_of(trace, needed, inputs, handed_on_vars)
+    y = replaced(list(x), handed_on, hand_on(*operands, *x))
     # Every equation, also one that no result needs: a derivative rule may refuse it.
-    copy = part_of(trace, set(range(len(trace.jaxpr.eqns))), inputs, [results[i] for i in chosen])
-    shapes: tuple[Shapes, Shapes] = abstract((arguments, list(x)))
-    functions = _MinCut(copy, *shapes, y=[shapes[1][i] for i in chosen], gathers=gathers)
+    every = set(range(len(trace.jaxpr.eqns)))
+    copy = part_of(trace, every, inputs, [results[i] for i in of_weights])
+    x_shapes = abstract(list(x))
+    y_shapes = [x_shapes[i] for i in of_weights]
+    functions = _MinCut(copy, abstract(operands), x_shapes, y_shapes, gathers)
     run = jax.custom_vjp(functions.run)
     run.defvjp(functions.forward, lambda backward, dy: backward(dy), symbolic_zeros=True)
-    return replaced(y, chosen, run(arguments, list(x)))
+    return replaced(y, of_weights, run(operands, list(x)))
 
 
-def _indices_of_weights(trace: Trace, inputs: Sequence[Var], arguments: Arrays) -> list[int]:
-    """Return the indices of the results that depend on weights or callbacks."""
+def _indices_of_weights(trace: Trace, inputs: Sequence[Var], operands: Arrays) -> list[int]:
+    """Return the indices of the results that depend on weights or callbacks.
+
+    `operands` are the values of the first inputs, without x.
+    """
     weights = [
         var
-        for var, value in zip(inputs, arguments, strict=False)
+        for var, value in zip(inputs, operands, strict=False)
         if is_inexact(value) and isinstance(value, jax.core.Tracer)
     ]
     start = [*weights, *called_back(trace.jaxpr)]
@@ -85,7 +92,7 @@ def _indices_of_weights(trace: Trace, inputs: Sequence[Var], arguments: Arrays) 
     return [i for i, var in enumerate(results) if isinstance(var, Var) and var in dependent]
 
 
-def has_derivative(jaxpr: ClosedJaxpr | Jaxpr) -> bool:
+def _has_derivative(jaxpr: ClosedJaxpr | Jaxpr) -> bool:
     """Return whether jax has a derivative, backwards, for each operation."""
     return all(map(_is_differentiable, jaxpr.eqns))
 
@@ -97,7 +104,7 @@ def _is_differentiable(eqn: JaxprEqn) -> bool:
     if name == "while" or "callback" in name:
         return False
     called = called_jaxprs(eqn)
-    return all(map(has_derivative, called)) if called else eqn.primitive in primitive_jvps
+    return all(map(_has_derivative, called)) if called else eqn.primitive in primitive_jvps
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -80,7 +80,7 @@ def split_backward(
       x: the input, or its shapes.
       trained: indices of the `arguments` in the weight gradient.
       differentiated: indices of the leaves of x in dx; by default all with a floating dtype.
-      y: the shapes of the result; by default those of x.
+      y: the shapes of the result; by default the shapes of x.
       gathers: whether f gathers its arguments. Then all that depends on arguments alone is computed
         again; otherwise only its elementwise operations are.
 

@@ -38,18 +38,19 @@ def looped(x):
     return x
 
 
-def model_of(block, *, embed=None):
-    """Return a model whose blocks get x and numbers of the batch that each of them changes."""
+def embedded(outer, batch):
+    """Return x, and numbers of the batch that each block may change."""
+    return {
+        "x": batch @ outer["in"],
+        "gate": batch,
+        "count": jnp.int32(0),
+        "penalty": jnp.float32(0),
+    }
+
+
+def model_of(block, *, embed=embedded):
     return so.BlockModel(
-        embed=embed
-        or (
-            lambda outer, batch: {
-                "x": batch @ outer["in"],
-                "gate": batch,
-                "count": jnp.int32(0),
-                "penalty": jnp.float32(0),
-            }
-        ),
+        embed=embed,
         block=block,
         loss=lambda outer, x, batch: jnp.mean((x["x"] @ outer["out"] - batch[:, :1]) ** 2),
     )
@@ -96,12 +97,7 @@ def with_outer_weights(w, x):
 
 def leaving_outer_weights(outer, batch):
     outer_weights.append(outer["in"])
-    return {
-        "x": batch @ outer["in"],
-        "gate": batch,
-        "count": jnp.int32(0),
-        "penalty": jnp.float32(0),
-    }
+    return embedded(outer, batch)
 
 
 STRATEGIES = {
@@ -146,7 +142,7 @@ def trained(tx, model, batches, *, frozen):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__)
 def test_only_what_has_a_tangent_is_differentiated(block, strategy, mesh_of):
-    embed = leaving_outer_weights if block is with_outer_weights else None
+    embed = leaving_outer_weights if block is with_outer_weights else embedded
     model = model_of(block, embed=embed)
     batches = np.random.default_rng(1).normal(size=(3, ROWS, DIM)).astype(np.float32)
     tx = optax.sgd(0.1, 0.9)
