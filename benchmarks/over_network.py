@@ -22,23 +22,14 @@ import tempfile
 import time
 from pathlib import Path
 
+import over_network_methods as methods
 from common import write_json
+from over_network_methods import HOSTS, LENGTH, METHODS, ROWS
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tests"))
 
 RESULTS = Path(__file__).parent / "results" / "over_network.json"
-SYNC_EVERY = 20
-ROWS = 8  # of a host
-LENGTH = 64
-METHODS = {
-    "ddp": "ddp",
-    "int8": "ddp, int8",
-    "top_k": "ddp, top-k 1%",
-    "local_sgd": f"local SGD, H = {SYNC_EVERY}",
-    "diloco": f"DiLoCo, H = {SYNC_EVERY}",
-    "streaming": f"streaming DiLoCo, H = {SYNC_EVERY}, 2 fragments, delay 5",
-}
 SEND = """
 import socket, sys, time
 address, count = sys.argv[1], int(sys.argv[2])
@@ -62,28 +53,6 @@ for count in (int(sys.argv[1]) // 4, int(sys.argv[1])):
 """
 
 
-def strategy(method, loss_fn):
-    """Return the strategy of a method, and after how many steps the hosts meet anyway."""
-    import optax
-
-    import shardopt as so
-
-    tx = optax.adamw(optax.linear_schedule(0.0, 2e-3, 20))
-    if method in ("ddp", "int8", "top_k"):
-        reducer = None
-        if method == "int8":
-            reducer = so.reducers.error_feedback(so.reducers.int8())
-        if method == "top_k":
-            top_k = so.reducers.warm_up(so.reducers.top_k(0.01), 5)
-            reducer = so.reducers.error_feedback(top_k)
-        return so.ddp(tx, so.make_mesh(), loss_fn, reducer=reducer), 5
-    inner = so.ddp(tx, so.make_mesh(replica=2), loss_fn)
-    if method == "local_sgd":
-        return so.local_sgd(inner, sync_every=SYNC_EVERY), SYNC_EVERY
-    options = {"fragments": 2, "delay": 5} if method == "streaming" else {}
-    return so.diloco(inner, sync_every=SYNC_EVERY, **options), SYNC_EVERY
-
-
 def sent_bytes():
     """Return the bytes that this host has sent."""
     lines = Path("/proc/net/dev").read_text().splitlines()
@@ -92,59 +61,40 @@ def sent_bytes():
 
 def train(method, dim, layers, minutes, rank):
     """Train as one of two processes. Process 0 prints its row."""
-    import jax
-
-    jax.config.update("jax_num_cpu_devices", 1)
-    import numpy as np
-    from jax.experimental import multihost_utils
-
-    import shardopt as so
-    from shardopt import data
-    from shardopt.models import gpt
-
-    so.initialize("host0:8476", 2, rank)
-    config = gpt.config(dim=dim, num_layers=layers)
-    loss_fn = gpt.model(config).loss_fn
-    opt, every = strategy(method, loss_fn)
-    sharding = jax.NamedSharding(opt.mesh, jax.P(opt.mesh.axis_names))
-
-    def placed(batch):
-        return {"tokens": jax.make_array_from_process_local_data(sharding, batch["tokens"])}
-
-    windows, held_out = data.split(data.open_corpus(), LENGTH)
-    stream = iter(data.batches(windows, ROWS, seed=rank))
-    drawn = [batch["tokens"] for batch in data.spread_batches(held_out, ROWS, 4)]
-    held_out = placed({"tokens": np.concatenate(drawn)})
-    params = gpt.init(config, jax.random.key(0))
-    num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
-    state = opt.init(params)
-    # all programs are compiled before the clock starts, also the one that synchronises
-    for _ in range(every + 1):
-        state, _ = opt.step(state, placed(next(stream)))
-    state = opt.init(params)
-    curve = [[0.0, float(opt.evaluate(state, held_out)["loss"])]]
-    multihost_utils.sync_global_devices("start")
+    stream, held_out = methods.batches(rank)
+    join = methods.torch_process if method.startswith("torch") else methods.shardopt_process
+    process = join(method, dim, layers, rank, held_out)
+    every = process.meets_every
+    # All programs are compiled before the clock starts, also the one that synchronises. Torch
+    # compresses from the third step on.
+    for _ in range(every + 2):
+        process.step(next(stream))
+    process.evaluate()
+    process.wait()
+    process.reset()
+    curve = [[0.0, process.evaluate()]]
+    process.slowest(0.0)
     seconds, steps, cpu, sent = 0.0, 0, 0.0, 0
     loads = []
     while seconds < 60 * minutes:
         began, cpu_began, sent_began = time.monotonic(), time.process_time(), sent_bytes()
         for _ in range(every):
-            state, metrics = opt.step(state, placed(next(stream)))
-        jax.block_until_ready((state, metrics))
+            process.step(next(stream))
+        process.wait()
         spent = time.monotonic() - began
         cpu += time.process_time() - cpu_began
         sent += sent_bytes() - sent_began
         steps += every
         # both processes stop at the same step; this message is not on the clock
-        seconds += float(multihost_utils.broadcast_one_to_all(np.float32(spent)))
+        seconds += process.slowest(spent)
         if seconds > 60 * minutes * len(curve) / 12:
-            curve.append([seconds / 60, float(opt.evaluate(state, held_out)["loss"])])
+            curve.append([seconds / 60, process.evaluate()])
             loads.append(os.getloadavg()[0])
     row = {
-        "parameters": num_params,
+        "parameters": process.num_params,
         "steps": steps,
         "seconds": seconds,
-        "tokens_per_second": steps * 2 * ROWS * LENGTH / seconds,
+        "tokens_per_second": steps * HOSTS * ROWS * LENGTH / seconds,
         "megabytes_per_step": sent / steps / 1e6,
         "compute_share": cpu / seconds,
         "loss": curve[-1][1],
@@ -171,7 +121,7 @@ def measure(method, megabits, options):
     """Return the row of a method at a bandwidth."""
     from support.hosts import network
 
-    with network(2) as hosts, tempfile.TemporaryDirectory() as folder:
+    with network(HOSTS) as hosts, tempfile.TemporaryDirectory() as folder:
         for host in hosts:
             host.limit(megabits)
         rate = rate_of(hosts, megabits)
@@ -182,6 +132,8 @@ def measure(method, megabits, options):
             words += ["--minutes", str(options.minutes)]
             variables = {
                 "SHARDOPT_LISTEN_ADDRESS": host.address,
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "OMP_NUM_THREADS": "1",
                 # the code of users, unlike in tests
                 "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
             }
@@ -241,8 +193,8 @@ def main():
     parser.add_argument("--megabits", type=float, nargs="+", default=[10.0, 100.0, 1000.0])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--minutes", type=float, default=3.0)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--dim", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--train", help="train as one process")
     parser.add_argument("--rank", type=int)
     options = parser.parse_args()

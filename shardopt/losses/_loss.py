@@ -17,9 +17,10 @@ from shardopt.collectives._column_table import TableForm
 from shardopt.collectives._shards import behind_barrier, gathered_twice
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
-from shardopt.core import Arrays, PyTree, is_inexact, replaced
+from shardopt.core import Arrays, PyTree, Weighted, is_inexact, replaced
 from shardopt.core._block_model import (
     BLOCKS,
+    LOSS,
     BlockModel,
     LossFn,
     as_block_model,
@@ -151,7 +152,13 @@ class BlockLoss:
         scatters_first = gathers and has_experts_and_tables and self._is_per_device
         # A value of the loss may be differentiated later, also forwards, which `jax.custom_vjp` refuses.
         remat = self.config.slots.remat if self.differentiated else kept_by_jax
-        run_block = block_with_remat(self.config.strategy, self.model, gather_block, remat)
+        run_block = block_with_remat(
+            self.config.strategy,
+            self.model,
+            gather_block,
+            remat,
+            loss=lambda x: self._loss_of(params, batch, key, x),
+        )
         if not self._is_per_device:
             run_block = shard_activations(self.config, run_block, batch)
         returned = run_blocks(
@@ -183,6 +190,14 @@ class BlockLoss:
         gathered once.
         """
         return _scatter_first(self.gather_outer, outer, x)
+
+    def _loss_of(self, params: PyTree, batch: PyTree, key: jax.Array | None, x: PyTree) -> Weighted:
+        """Return the loss of the last block's result, without the metrics."""
+        outer = {name: value for name, value in params.items() if name != BLOCKS}
+        if self.config.gathers:
+            outer = self.gather_outer(outer)
+        returned = call(self.model.loss, key, LOSS, outer, x, batch)
+        return loss_parts(self.config.strategy, returned, self.rows).loss
 
     @property
     def _plans(self) -> PyTree:

@@ -13,6 +13,7 @@ from shardopt.core import Arrays, PyTree, format_error
 from shardopt.core._block_model import BlockModel, call_block
 from shardopt.core._block_remat import checkpointed
 from shardopt.low_precision._reads import reading_in_products
+from shardopt.remat._unread import stopped, unread_leaves
 from shardopt.trace._parts import Shapes
 
 
@@ -44,6 +45,8 @@ def block_with_remat(
     model: BlockModel,
     gather: Callable[[PyTree], PyTree] | None,
     remat: BlockRemat,
+    *,
+    loss: Callable[[PyTree], PyTree],
 ) -> Callable[..., PyTree]:
     """Return `run(one_block, index, rng, x) -> x`, which runs a block with gathered weights.
 
@@ -52,16 +55,32 @@ def block_with_remat(
       model: the model with the block. The backward pass recomputes values by `model.remat` too.
       gather: gathers the weights of one block; None if they are whole.
       remat: chooses the values that a block keeps.
+      loss: the value of the loss as a function of the last block's result.
     """
 
+    def whole(one_block: PyTree) -> PyTree:
+        return one_block if gather is None else gather(one_block)
+
+    def block_of_user(
+        index: jax.Array | int, rng: jax.Array | None
+    ) -> Callable[[PyTree, PyTree], PyTree]:
+        return reading_in_products(
+            caller, lambda weights, x: call_block(model, rng, index, weights, x)
+        )
+
     def run(one_block: PyTree, index: jax.Array | int, rng: jax.Array | None, x: PyTree) -> PyTree:
+        unread = unread_leaves(
+            lambda weights, x: block_of_user(index, rng)(whole(weights), x), loss, one_block, x
+        )
+        # stopped outside of the block, and inside, because `remat` may differentiate all of it
+        x = stopped(x, unread)
+
         def block(one_block: PyTree, index: jax.Array, rng: jax.Array | None, x: PyTree) -> PyTree:
-            of_user = reading_in_products(
-                caller, lambda weights, x: call_block(model, rng, index, weights, x)
-            )
-            weights = one_block if gather is None else gather(one_block)
-            y = checkpointed(model.remat, of_user)(weights, x)
-            return jax.tree.map(jnp.asarray, y)  # Python numbers too
+            of_user = checkpointed(model.remat, block_of_user(index, rng))
+            y = of_user(whole(one_block), stopped(x, unread))
+            y = jax.tree.map(jnp.asarray, y)  # Python numbers too
+            # a result of another structure is refused below
+            return stopped(y, unread) if jax.tree.structure(y) == jax.tree.structure(x) else y
 
         # Trace now, while the stack contains the user's lines: the stack of the differentiation does
         # not. The copies of `remat` keep the source lines.

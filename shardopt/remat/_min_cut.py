@@ -36,11 +36,9 @@ def min_cut_remat(block: ClosedJaxpr, arguments: Arrays, x: Arrays, *, gathers: 
     inside the block.
 
     Only arrays with a tangent are differentiated, as without it. So an operation without a derivative,
-    such as a callback, may read frozen weights and numbers of the batch. Two things differ. All
-    floating results that depend on weights have tangents, for the next block. And where one of them
-    is not used, its cotangent is an array of zeros, which makes NaN of an infinite derivative. So a
-    block that gathers nothing keeps what jax keeps, if it has several such results, or an operation
-    without a derivative.
+    such as a callback, may read frozen weights and numbers of the batch. One thing differs: all
+    floating results that depend on weights have tangents, for the next block. So a block that
+    gathers nothing keeps what jax keeps, if it has an operation without a derivative.
 
     Args:
       block: the trace of a function of arguments and x.
@@ -53,9 +51,8 @@ def min_cut_remat(block: ClosedJaxpr, arguments: Arrays, x: Arrays, *, gathers: 
     inputs = [*block.jaxpr.constvars, *block.jaxpr.invars]
     trace = trace_of(block)._replace(jaxpr=block.jaxpr.replace(constvars=[]), consts=[])
     of_weights = _indices_of_weights(trace, inputs, operands)
-    has_several = sum(is_inexact(x[i]) for i in of_weights) > 1
-    differs_from_jax = has_several or not _has_derivative(block.jaxpr)
-    if not of_weights or (differs_from_jax and not gathers):
+    may_differ = not gathers and not _has_derivative(block.jaxpr)
+    if not of_weights or may_differ:
         return kept_by_jax(block, arguments, x, gathers=gathers)
     # All floating results of `jax.custom_vjp` have tangents. So numbers that blocks hand on, and
     # compute from each other alone, are computed apart from it.

@@ -43,6 +43,7 @@ from shardopt.pipeline._executor import SumSpecs, execute, forward_only
 from shardopt.pipeline._messages import Index
 from shardopt.remat._gathered_block import leaves_like
 from shardopt.remat._split_backward import floating
+from shardopt.remat._unread import stopped, unread_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +245,7 @@ class _PipelinedModel:
     # computed. Otherwise each micro-batch in flight would keep its logits in a slot.
     def embed_grads(self, m: Index, dx: Arrays) -> Arrays:
         def inexact_leaves(outer):
-            x = jax.tree.leaves(self._embed(outer, m))
+            x = jax.tree.leaves(stopped(self._embed(outer, m), self._unread))
             return [x[i] for i in floating(self._x[0])]
 
         return jax.vjp(inexact_leaves, self._trained_outer)[1](dx)[0]
@@ -272,15 +273,11 @@ class _PipelinedModel:
         if self.gathers_blocks:
             leaves = all_gather_leaves(self.config, leaves, self._block_plans, model=self.model)
 
-        def block(weights, x):
-            return call_block(self.model, self._key(m), number, weights, x)
-
-        run = reading_in_products(self.config.strategy, block)
+        run = self._block_of_user(number, m)
         if not self.remat_blocks:  # the stage itself does "full" remat
             run = checkpointed(self.model.remat, run)
-        plans = self.layout.treedef.unflatten(self.layout.plans)
-        y = run(jax.tree.structure(plans[BLOCKS]).unflatten(leaves), treedef.unflatten(x))
-        return leaves_like(self.config.strategy, shapes, treedef, y)
+        y = run(self._block_tree(leaves), treedef.unflatten(stopped(x, self._unread)))
+        return stopped(leaves_like(self.config.strategy, shapes, treedef, y), self._unread)
 
     def reduce(self, dw: Arrays) -> Arrays:
         placement = self.config.placement
@@ -322,6 +319,32 @@ class _PipelinedModel:
 
     def _embed(self, outer: Arrays, m: Index) -> PyTree:
         return call(self.model.embed, self._key(m), EMBED, self._outer(outer), self._rows(m))
+
+    def _block_of_user(self, number: Index, m: Index) -> Callable[[PyTree, PyTree], PyTree]:
+        return reading_in_products(
+            self.config.strategy,
+            lambda weights, x: call_block(self.model, self._key(m), number, weights, x),
+        )
+
+    def _block_tree(self, leaves: Arrays) -> PyTree:
+        plans = self.layout.treedef.unflatten(self.layout.plans)
+        return jax.tree.structure(plans[BLOCKS]).unflatten(leaves)
+
+    @functools.cached_property
+    def _unread(self) -> list[int]:
+        """The leaves of an input of a block that no derivative of the loss reads."""
+        first, (shapes, treedef) = jnp.int32(0), self._x
+
+        def block(leaves, x):
+            if self.config.gathers:
+                leaves = all_gather_leaves(self.config, leaves, self._block_plans, model=self.model)
+            return self._block_of_user(first, first)(self._block_tree(leaves), x)
+
+        def loss(x):
+            return self._loss(self._trained_outer, first, jax.tree.leaves(x)).loss
+
+        blocks = [self.params[i] for i, plan in enumerate(self.layout.plans) if plan.stacked]
+        return unread_leaves(block, loss, [leaf[0] for leaf in blocks], treedef.unflatten(shapes))
 
     @functools.cached_property
     def _x(self) -> tuple[list[jax.ShapeDtypeStruct], PyTree]:
