@@ -6,6 +6,7 @@ rows of all devices.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection
 
 import jax
@@ -151,13 +152,12 @@ class BlockLoss:
         has_experts_and_tables = self.config.layout.expert_leaves and self._tables
         scatters_first = gathers and has_experts_and_tables and self._is_per_device
         # A value of the loss may be differentiated later, also forwards, which `jax.custom_vjp` refuses.
-        remat = self.config.slots.remat if self.differentiated else kept_by_jax
+        remat, loss = kept_by_jax, None
+        if self.differentiated:
+            remat = self.config.slots.remat
+            loss = functools.partial(self.loss_of, params, batch, key)
         run_block = block_with_remat(
-            self.config.strategy,
-            self.model,
-            gather_block,
-            remat,
-            loss=lambda x: self._loss_of(params, batch, key, x),
+            self.config.strategy, self.model, gather_block, remat, loss=loss
         )
         if not self._is_per_device:
             run_block = shard_activations(self.config, run_block, batch)
@@ -191,7 +191,7 @@ class BlockLoss:
         """
         return _scatter_first(self.gather_outer, outer, x)
 
-    def _loss_of(self, params: PyTree, batch: PyTree, key: jax.Array | None, x: PyTree) -> Weighted:
+    def loss_of(self, params: PyTree, batch: PyTree, key: jax.Array | None, x: PyTree) -> Weighted:
         """Return the loss of the last block's result, without the metrics."""
         outer = {name: value for name, value in params.items() if name != BLOCKS}
         if self.config.gathers:

@@ -46,7 +46,7 @@ def block_with_remat(
     gather: Callable[[PyTree], PyTree] | None,
     remat: BlockRemat,
     *,
-    loss: Callable[[PyTree], PyTree],
+    loss: Callable[[PyTree], PyTree] | None,
 ) -> Callable[..., PyTree]:
     """Return `run(one_block, index, rng, x) -> x`, which runs a block with gathered weights.
 
@@ -55,7 +55,8 @@ def block_with_remat(
       model: the model with the block. The backward pass recomputes values by `model.remat` too.
       gather: gathers the weights of one block; None if they are whole.
       remat: chooses the values that a block keeps.
-      loss: the value of the loss as a function of the last block's result.
+      loss: the value of the loss as a function of the last block's result. None if nothing is
+        differentiated.
     """
 
     def whole(one_block: PyTree) -> PyTree:
@@ -69,9 +70,10 @@ def block_with_remat(
         )
 
     def run(one_block: PyTree, index: jax.Array | int, rng: jax.Array | None, x: PyTree) -> PyTree:
-        unread = unread_leaves(
-            lambda weights, x: block_of_user(index, rng)(whole(weights), x), loss, one_block, x
-        )
+        def on_whole(weights: PyTree, x: PyTree) -> PyTree:
+            return block_of_user(index, rng)(whole(weights), x)
+
+        unread = unread_leaves(on_whole, loss, one_block, x) if loss else []
         # stopped outside of the block, and inside, because `remat` may differentiate all of it
         x = stopped(x, unread)
 
