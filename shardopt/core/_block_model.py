@@ -60,7 +60,7 @@ class BlockModel(NamedTuple):
 
     - None computes only cheap values again: elementwise results and, if a device gathers weights,
       all that follows from weights and keys alone. A block whose weights are whole keeps what jax
-      keeps, if an operation has no derivative.
+      keeps, if several results with gradients depend on weights, or an operation has no derivative.
     - "full" computes the whole block again from its input.
     - "save:qkv,attention" computes all again except the values with these names, given by
       `jax.ad_checkpoint.checkpoint_name`.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from shardopt.core import Arrays, PyTree, format_error
+from shardopt.core import Arrays, PyTree, format_error, is_inexact
 from shardopt.core._block_model import BlockModel, call_block
 from shardopt.core._block_remat import checkpointed
 from shardopt.low_precision._reads import reading_in_products
@@ -59,30 +59,14 @@ def block_with_remat(
         differentiated.
     """
 
-    def whole(one_block: PyTree) -> PyTree:
-        return one_block if gather is None else gather(one_block)
-
-    def block_of_user(
-        index: jax.Array | int, rng: jax.Array | None
-    ) -> Callable[[PyTree, PyTree], PyTree]:
-        return reading_in_products(
-            caller, lambda weights, x: call_block(model, rng, index, weights, x)
-        )
-
     def run(one_block: PyTree, index: jax.Array | int, rng: jax.Array | None, x: PyTree) -> PyTree:
-        def on_whole(weights: PyTree, x: PyTree) -> PyTree:
-            return block_of_user(index, rng)(whole(weights), x)
-
-        unread = unread_leaves(on_whole, loss, one_block, x) if loss else []
-        # stopped outside of the block, and inside, because `remat` may differentiate all of it
-        x = stopped(x, unread)
-
         def block(one_block: PyTree, index: jax.Array, rng: jax.Array | None, x: PyTree) -> PyTree:
-            of_user = checkpointed(model.remat, block_of_user(index, rng))
-            y = of_user(whole(one_block), stopped(x, unread))
-            y = jax.tree.map(jnp.asarray, y)  # Python numbers too
-            # a result of another structure is refused below
-            return stopped(y, unread) if jax.tree.structure(y) == jax.tree.structure(x) else y
+            of_user = reading_in_products(
+                caller, lambda weights, x: call_block(model, rng, index, weights, x)
+            )
+            weights = one_block if gather is None else gather(one_block)
+            y = checkpointed(model.remat, of_user)(weights, x)
+            return jax.tree.map(jnp.asarray, y)  # Python numbers too
 
         # Trace now, while the stack contains the user's lines: the stack of the differentiation does
         # not. The copies of `remat` keep the source lines.
@@ -90,12 +74,28 @@ def block_with_remat(
         inputs, treedef = jax.tree.flatten(x)
         arguments = jax.tree.leaves((one_block, index, rng))
         leaves, structure = jax.tree.flatten(y)
+        gathers = gather is not None
         if not _is_like(inputs, treedef, leaves, structure):
-            if gather is not None:
+            if gathers:
                 raise _unlike(caller, inputs, treedef, leaves, structure)
             # `jax.lax.scan` promotes numbers, or refuses the block
             return structure.unflatten(kept_by_jax(traced, arguments, inputs, gathers=False))
-        return treedef.unflatten(remat(traced, arguments, inputs, gathers=gather is not None))
+        # One floating leaf that the loss does not read has no gradient at all: jax skips the scan.
+        if loss is None or sum(map(is_inexact, inputs)) < 2:
+            return treedef.unflatten(remat(traced, arguments, inputs, gathers=gathers))
+        unread = unread_leaves(
+            lambda leaves: loss(treedef.unflatten(leaves)), inputs, lambda: (traced, arguments)
+        )
+
+        def stopping(arguments: Arrays, inputs: Arrays) -> Arrays:
+            return stopped(jaxpr_as_fun(traced)(*arguments, *stopped(inputs, unread)), unread)
+
+        # Stopped inside of the block, because `remat` may differentiate all of it, and outside,
+        # because then all its results have tangents.
+        if unread:
+            traced = jax.make_jaxpr(stopping)(arguments, inputs)
+        y = remat(traced, arguments, stopped(inputs, unread), gathers=gathers)
+        return treedef.unflatten(stopped(y, unread))
 
     return run
 

@@ -37,8 +37,9 @@ def min_cut_remat(block: ClosedJaxpr, arguments: Arrays, x: Arrays, *, gathers: 
 
     Only arrays with a tangent are differentiated, as without it. So an operation without a derivative,
     such as a callback, may read frozen weights and numbers of the batch. One thing differs: all
-    floating results that depend on weights have tangents, for the next block. So a block that
-    gathers nothing keeps what jax keeps, if it has an operation without a derivative.
+    floating results that depend on weights have tangents, for the next block and for the loss. jax
+    may refuse to differentiate an operation that reads them. So a block that gathers nothing keeps
+    what jax keeps, if it has several such results, or an operation without a derivative.
 
     Args:
       block: the trace of a function of arguments and x.
@@ -51,8 +52,9 @@ def min_cut_remat(block: ClosedJaxpr, arguments: Arrays, x: Arrays, *, gathers: 
     inputs = [*block.jaxpr.constvars, *block.jaxpr.invars]
     trace = trace_of(block)._replace(jaxpr=block.jaxpr.replace(constvars=[]), consts=[])
     of_weights = _indices_of_weights(trace, inputs, operands)
-    may_differ = not gathers and not _has_derivative(block.jaxpr)
-    if not of_weights or may_differ:
+    has_several = sum(is_inexact(x[i]) and not _is_stopped(trace, i) for i in of_weights) > 1
+    differs_from_jax = has_several or not _has_derivative(block.jaxpr)
+    if not of_weights or (differs_from_jax and not gathers):
         return kept_by_jax(block, arguments, x, gathers=gathers)
     # All floating results of `jax.custom_vjp` have tangents. So numbers that blocks hand on, and
     # compute from each other alone, are computed apart from it.
@@ -87,6 +89,12 @@ def _indices_of_weights(trace: Trace, inputs: Sequence[Var], operands: Arrays) -
     dependent = reached_from(trace.jaxpr, start, every=False)
     results = trace.jaxpr.outvars
     return [i for i, var in enumerate(results) if isinstance(var, Var) and var in dependent]
+
+
+def _is_stopped(trace: Trace, index: int) -> bool:
+    """Return whether a result has its gradient stopped."""
+    producer = trace.producers.get(trace.jaxpr.outvars[index])
+    return producer is not None and trace.jaxpr.eqns[producer].primitive.name == "stop_gradient"
 
 
 def _has_derivative(jaxpr: ClosedJaxpr | Jaxpr) -> bool:

@@ -5,7 +5,7 @@ Each device runs the blocks of its stage.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +97,7 @@ class Pipelined:
         # Stored order -> order of the schedule. With several chunks a stage runs blocks that other
         # stages store; they move once, before the ticks. `stored_order` moves the gradients back.
         weights = self._stage_weights(config, layout, inputs.params)
-        model = self._with_sum_weights(model, weights)
+        model = self._with_sum_weights(_with_unread(model, weights), weights)
         sums = execute(
             self.schedule,
             model,
@@ -198,6 +198,23 @@ class Pipelined:
         return model
 
 
+def _with_unread(model: "_PipelinedModel", weights: Arrays) -> "_PipelinedModel":
+    """Return the model that knows which leaves of x the loss does not read."""
+    x, _ = model._x
+    first = jnp.int32(0)
+    arguments = [
+        *(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in weights),
+        first,
+        first,
+    ]
+    unread = unread_leaves(
+        lambda leaves: model.loss(first, leaves).loss,
+        x,
+        lambda: (jax.make_jaxpr(model.block)(arguments, x), arguments),
+    )
+    return dataclasses.replace(model, unread=unread)
+
+
 def _as_stored(grads: Arrays, plans: list[LeafPlan]) -> Arrays:
     """Return gradients in the dtypes of their leaves."""
     return [grad.astype(plan.dtype) for grad, plan in zip(grads, plans, strict=True)]
@@ -217,6 +234,7 @@ class _PipelinedModel:
       gathers_blocks: whether a block gathers its weights when it runs.
       sum_weights: for a loss of several terms, their weights summed over all micro-batches and
         devices, on the stage that computes the loss.
+      unread: the leaves of an input of a block that no derivative of the loss reads.
     """
 
     config: StrategyConfig
@@ -229,6 +247,7 @@ class _PipelinedModel:
     inputs: StepInputs
     gathers_blocks: bool
     sum_weights: Arrays | None = None
+    unread: Sequence[int] = ()
 
     @property
     def trained(self) -> list[int]:
@@ -245,7 +264,7 @@ class _PipelinedModel:
     # computed. Otherwise each micro-batch in flight would keep its logits in a slot.
     def embed_grads(self, m: Index, dx: Arrays) -> Arrays:
         def inexact_leaves(outer):
-            x = jax.tree.leaves(stopped(self._embed(outer, m), self._unread))
+            x = stopped(jax.tree.leaves(self._embed(outer, m)), self.unread)
             return [x[i] for i in floating(self._x[0])]
 
         return jax.vjp(inexact_leaves, self._trained_outer)[1](dx)[0]
@@ -259,7 +278,7 @@ class _PipelinedModel:
         inexact = floating(self._x[0])
 
         def loss_total(outer, inexact_leaves):
-            parts = self._loss(outer, m, replaced(x, inexact, inexact_leaves))
+            parts = self._loss(outer, m, stopped(replaced(x, inexact, inexact_leaves), self.unread))
             return objective(parts.loss, self.config.num_pieces, self.sum_weights), parts
 
         differentiate = jax.grad(loss_total, argnums=(0, 1), has_aux=True)
@@ -273,11 +292,16 @@ class _PipelinedModel:
         if self.gathers_blocks:
             leaves = all_gather_leaves(self.config, leaves, self._block_plans, model=self.model)
 
-        run = self._block_of_user(number, m)
+        def block(weights, x):
+            return call_block(self.model, self._key(m), number, weights, x)
+
+        run = reading_in_products(self.config.strategy, block)
         if not self.remat_blocks:  # the stage itself does "full" remat
             run = checkpointed(self.model.remat, run)
-        y = run(self._block_tree(leaves), treedef.unflatten(stopped(x, self._unread)))
-        return stopped(leaves_like(self.config.strategy, shapes, treedef, y), self._unread)
+        plans = self.layout.treedef.unflatten(self.layout.plans)
+        weights = jax.tree.structure(plans[BLOCKS]).unflatten(leaves)
+        y = run(weights, treedef.unflatten(stopped(x, self.unread)))
+        return stopped(leaves_like(self.config.strategy, shapes, treedef, y), self.unread)
 
     def reduce(self, dw: Arrays) -> Arrays:
         placement = self.config.placement
@@ -319,32 +343,6 @@ class _PipelinedModel:
 
     def _embed(self, outer: Arrays, m: Index) -> PyTree:
         return call(self.model.embed, self._key(m), EMBED, self._outer(outer), self._rows(m))
-
-    def _block_of_user(self, number: Index, m: Index) -> Callable[[PyTree, PyTree], PyTree]:
-        return reading_in_products(
-            self.config.strategy,
-            lambda weights, x: call_block(self.model, self._key(m), number, weights, x),
-        )
-
-    def _block_tree(self, leaves: Arrays) -> PyTree:
-        plans = self.layout.treedef.unflatten(self.layout.plans)
-        return jax.tree.structure(plans[BLOCKS]).unflatten(leaves)
-
-    @functools.cached_property
-    def _unread(self) -> list[int]:
-        """The leaves of an input of a block that no derivative of the loss reads."""
-        first, (shapes, treedef) = jnp.int32(0), self._x
-
-        def block(leaves, x):
-            if self.config.gathers:
-                leaves = all_gather_leaves(self.config, leaves, self._block_plans, model=self.model)
-            return self._block_of_user(first, first)(self._block_tree(leaves), x)
-
-        def loss(x):
-            return self._loss(self._trained_outer, first, jax.tree.leaves(x)).loss
-
-        blocks = [self.params[i] for i, plan in enumerate(self.layout.plans) if plan.stacked]
-        return unread_leaves(block, loss, [leaf[0] for leaf in blocks], treedef.unflatten(shapes))
 
     @functools.cached_property
     def _x(self) -> tuple[list[jax.ShapeDtypeStruct], PyTree]:
