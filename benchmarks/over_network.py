@@ -1,7 +1,7 @@
 """What slow links cost: a GPT between two hosts, by method and bandwidth, in tokens per second and
 loss over time.
 
-    python over_network.py --megabits 10 100 1000 --minutes 3
+    python over_network.py --megabits 10 100 1000 --minutes 2
 
 Needs root and iproute2: hosts are network namespaces (`tests/support/hosts.py`), whose links are
 limited in both directions. Hosts share the cores of this machine. So each row states the measured
@@ -140,12 +140,71 @@ def measure(method, megabits, options):
             with Path(folder, host.name).open("w") as said:
                 jobs.append(host.popen(words, stdout=said, stderr=said, env=variables))
         codes = [job.wait(timeout=60 * options.minutes * 5 + 600) for job in jobs]
-        said = Path(folder, "host0").read_text()
+        logs = [Path(folder, host.name).read_text() for host in hosts]
         if any(codes):
-            raise SystemExit(f"{method} at {megabits} Mbit/s ended with {codes}:\n{said[-3000:]}")
-    row = json.loads(said.rpartition("row ")[2].splitlines()[0])
+            ends = "\n".join(log[-3000:] for log in logs)
+            raise SystemExit(f"{method} at {megabits} Mbit/s ended with {codes}:\n{ends}")
+    row = json.loads(logs[0].rpartition("row ")[2].splitlines()[0])
     row["link_share"] = row["megabytes_per_step"] * row["steps"] * 8 / rate / row["seconds"]
     return {"method": method, "megabits": megabits, "measured_megabits": round(rate, 2)} | row
+
+
+def seconds_without_messages(row):
+    """Return the seconds of a step, less those of its bytes at the measured rate of the link."""
+    return row["seconds"] / row["steps"] - row["megabytes_per_step"] * 8 / row["measured_megabits"]
+
+
+def planned_seconds(workload, compute, megabits):
+    """Return the seconds of a step of ddp on two hosts by `so.plan`."""
+    import shardopt as so
+
+    link = megabits * 1e6 / 8
+
+    def plan(flops):
+        host = so.planning.Hardware(
+            name="a host",
+            flops=flops,
+            memory_bytes=16 * 2**30,
+            memory_bandwidth=20e9,
+            link_bandwidth=link,
+            torus_dims=0,
+            pod_chips=1,
+            network_bandwidth=link,
+            source="calibrated",
+        )
+        options = {"chips": HOSTS, "slices": HOSTS, "placements": ["ddp"], "remat": [False]}
+        return so.plan(workload, hardware=host, batch_size=HOSTS * ROWS, **options).best.time
+
+    # the seconds of products are inverse to the rate
+    flops = 1e11 * plan(1e11).compute / compute
+    return plan(flops).total
+
+
+CALIBRATED_AT = 1000.0  # Mbit/s
+
+
+def predictions(rows, options):
+    """Return the seconds a step of ddp, as measured and by `so.plan`, calibrated at 1,000 Mbit/s."""
+    import jax
+    import numpy as np
+
+    import shardopt as so
+    from shardopt.models import gpt
+
+    config = gpt.config(dim=options.dim, num_layers=options.layers)
+    params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
+    row = {"tokens": jax.ShapeDtypeStruct((1, LENGTH + 1), np.int32)}
+    workload = so.planning.trace(gpt.model(config), params, row)
+    measured = {row["megabits"]: row for row in rows if row["method"] == "ddp"}
+    compute = seconds_without_messages(measured[CALIBRATED_AT])
+    return [
+        {
+            "megabits": megabits,
+            "measured": row["seconds"] / row["steps"],
+            "planned": planned_seconds(workload, compute, row["measured_megabits"]),
+        }
+        for megabits, row in sorted(measured.items())
+    ]
 
 
 def table(rows):
@@ -162,6 +221,16 @@ def table(rows):
     return "\n".join(lines)
 
 
+def planned_table(planned):
+    """Return the table of the predictions."""
+    lines = ["| Mbit/s | seconds a step, measured | by `so.plan` | error |", "|---|---:|---:|---:|"]
+    for row in planned:
+        error = row["planned"] / row["measured"] - 1
+        seconds = f"{row['measured']:.2f} | {row['planned']:.2f}"
+        lines.append(f"| {row['megabits']:g} | {seconds} | {error:+.0%} |")
+    return "\n".join(lines)
+
+
 def plot(rows, path):
     """Draw loss over minutes, one line a method, one panel a bandwidth."""
     import matplotlib.pyplot as plt
@@ -171,18 +240,20 @@ def plot(rows, path):
     figure, axes = plt.subplots(
         1, len(bandwidths), figsize=size, sharey=True, squeeze=False, layout="constrained"
     )
-    colors = ["#4269d0", "#6cc5b0", "#3ca951", "#efb118", "#ff725c", "#a463f2", "#97bbf5"]
+    colors = plt.get_cmap("tab10").colors
     for axis, megabits in zip(axes[0], bandwidths, strict=True):
         for color, method in zip(colors, METHODS, strict=False):
             for row in rows:
                 if row["method"] == method and row["megabits"] == megabits:
                     minutes, losses = zip(*row["curve"], strict=True)
-                    axis.plot(minutes, losses, color=color, label=METHODS[method])
+                    style = "--" if method.startswith("torch") else "-"
+                    axis.plot(minutes, losses, style, color=color, label=METHODS[method])
         axis.set_title(f"{megabits:g} Mbit/s", loc="left", fontsize=10)
         axis.set_xlabel("minutes")
         axis.grid(alpha=0.3)
     axes[0, 0].set_ylabel("held-out loss")
-    axes[0, -1].legend(frameon=False, fontsize=8)
+    labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*labels, loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)
 
 
@@ -192,7 +263,7 @@ def main():
     )
     parser.add_argument("--megabits", type=float, nargs="+", default=[10.0, 100.0, 1000.0])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--minutes", type=float, default=3.0)
+    parser.add_argument("--minutes", type=float, default=2.0)
     parser.add_argument("--dim", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--train", help="train as one process")
@@ -217,7 +288,9 @@ def main():
             shown = {name: value for name, value in rows[-1].items() if name != "curve"}
             print(json.dumps(shown), flush=True)
             write_json(__file__, {"rows": rows}, RESULTS)
-            plot(rows, ROOT / "docs" / "over_a_network.png")
+    rows.sort(key=lambda row: (row["megabits"], list(METHODS).index(row["method"])))
+    write_json(__file__, {"rows": rows, "planned": predictions(rows, options)}, RESULTS)
+    plot(rows, ROOT / "docs" / "over_a_network.png")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def strategy(method: str, loss_fn: Callable):
     tx = optax.adamw(rate, weight_decay=WEIGHT_DECAY)
     compressors = {
         "int8": so.reducers.int8,
-        "top_k": lambda: so.reducers.warm_up(so.reducers.top_k(0.01), 5),
+        "top_k": lambda: so.reducers.top_k(0.01),
         "power_sgd": lambda: so.reducers.power_sgd(1),
     }
     if method in compressors:
@@ -140,7 +140,12 @@ def torch_process(method: str, dim: int, layers: int, rank: int, held_out: np.nd
     params = jax.tree.map(np.array, params)
     config = Config(dim, layers, 4, ROWS, LENGTH, tied="head" not in params)
     dist.init_process_group("gloo", init_method="tcp://host0:8476", world_size=HOSTS, rank=rank)
-    model = DistributedDataParallel(load(GPT(config), params), gradient_as_bucket_view=True)
+    # The hook sends from threads. With several buckets two processes order their messages otherwise,
+    # and gloo ends them, so it gets one bucket.
+    bucket_megabytes = 1000 if method == "torch_power_sgd" else None
+    model = DistributedDataParallel(
+        load(GPT(config), params), gradient_as_bucket_view=True, bucket_cap_mb=bucket_megabytes
+    )
     # torch compresses from the third step on at the earliest
     compression = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=1, start_powerSGD_iter=2
@@ -153,7 +158,6 @@ def torch_process(method: str, dim: int, layers: int, rank: int, held_out: np.nd
     def reset():
         nonlocal optimizer, schedule
         load(model.module, params)
-        compression.iter = 0
         compression.error_dict.clear()
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True

@@ -83,9 +83,11 @@ def block_with_remat(
         # One floating leaf that the loss does not read has no gradient at all: jax skips the scan.
         if loss is None or sum(map(is_inexact, inputs)) < 2:
             return treedef.unflatten(remat(traced, arguments, inputs, gathers=gathers))
-        unread = unread_leaves(
-            lambda leaves: loss(treedef.unflatten(leaves)), inputs, lambda: (traced, arguments)
-        )
+
+        def loss_of_leaves(leaves: Arrays, loss: Callable[[PyTree], PyTree] = loss) -> PyTree:
+            return loss(treedef.unflatten(leaves))
+
+        unread = unread_leaves(loss_of_leaves, inputs, lambda: (traced, arguments))
 
         def stopping(arguments: Arrays, inputs: Arrays) -> Arrays:
             return stopped(jaxpr_as_fun(traced)(*arguments, *stopped(inputs, unread)), unread)

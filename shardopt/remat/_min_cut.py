@@ -17,6 +17,7 @@ from shardopt.remat._gathered_block import kept_by_jax
 from shardopt.remat._split_backward import Passes, Shapes, called_back, floating, split_backward
 from shardopt.trace._jaxprs import CUSTOM, called_jaxprs
 from shardopt.trace._parts import (
+    Atom,
     Trace,
     abstract_value,
     inputs_of,
@@ -52,13 +53,15 @@ def min_cut_remat(block: ClosedJaxpr, arguments: Arrays, x: Arrays, *, gathers: 
     inputs = [*block.jaxpr.constvars, *block.jaxpr.invars]
     trace = trace_of(block)._replace(jaxpr=block.jaxpr.replace(constvars=[]), consts=[])
     of_weights = _indices_of_weights(trace, inputs, operands)
-    has_several = sum(is_inexact(x[i]) and not _is_stopped(trace, i) for i in of_weights) > 1
+    results = trace.jaxpr.outvars
+    has_several = (
+        sum(is_inexact(x[i]) and not _is_stopped(trace, results[i]) for i in of_weights) > 1
+    )
     differs_from_jax = has_several or not _has_derivative(block.jaxpr)
     if not of_weights or (differs_from_jax and not gathers):
         return kept_by_jax(block, arguments, x, gathers=gathers)
     # All floating results of `jax.custom_vjp` have tangents. So numbers that blocks hand on, and
     # compute from each other alone, are computed apart from it.
-    results = trace.jaxpr.outvars
     handed_on = [i for i in range(len(x)) if i not in of_weights]
     handed_on_vars = [results[i] for i in handed_on]
     needed, _ = slice_of(trace, handed_on_vars, stop=set())
@@ -91,9 +94,9 @@ def _indices_of_weights(trace: Trace, inputs: Sequence[Var], operands: Arrays) -
     return [i for i, var in enumerate(results) if isinstance(var, Var) and var in dependent]
 
 
-def _is_stopped(trace: Trace, index: int) -> bool:
+def _is_stopped(trace: Trace, result: Atom) -> bool:
     """Return whether a result has its gradient stopped."""
-    producer = trace.producers.get(trace.jaxpr.outvars[index])
+    producer = trace.producers.get(result) if isinstance(result, Var) else None
     return producer is not None and trace.jaxpr.eqns[producer].primitive.name == "stop_gradient"
 
 

@@ -14,7 +14,7 @@ PAGE = (ROOT / "docs" / "over_a_network.md").read_text()
 def script(request, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     yield importlib.import_module(request.param)
-    for name in ("common", request.param):
+    for name in ("common", "over_network_methods", request.param):
         sys.modules.pop(name, None)
 
 
@@ -24,6 +24,14 @@ def script(request, monkeypatch):
 def test_the_page_has_the_tables_of_the_results(script):
     rows = json.loads(script.RESULTS.read_text())["results"]["rows"]
     assert script.table(rows) in PAGE
+
+
+@pytest.mark.parametrize("script", ["over_network"], indirect=True)
+def test_the_planned_seconds_of_ddp_are_within_15_percent_at_other_bandwidths(script):
+    planned = json.loads(script.RESULTS.read_text())["results"]["planned"]
+    assert script.planned_table(planned) in PAGE
+    assert len(planned) == 3
+    assert all(abs(row["planned"] / row["measured"] - 1) < 0.15 for row in planned)
 
 
 @pytest.mark.parametrize("script", ["faults_on_hosts"], indirect=True)
