@@ -18,7 +18,7 @@ from shardopt.collectives._column_table import TableForm
 from shardopt.collectives._shards import behind_barrier, gathered_twice
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
-from shardopt.core import Arrays, PyTree, Weighted, is_inexact, replaced
+from shardopt.core import PyTree, Weighted
 from shardopt.core._block_model import (
     BLOCKS,
     LOSS,
@@ -30,6 +30,7 @@ from shardopt.core._block_model import (
     takes_rng,
 )
 from shardopt.core._loss_parts import LossParts
+from shardopt.losses._backward_order import scatter_first
 from shardopt.losses._batch_dims import num_rows
 from shardopt.losses._constraints import gather_leaves, shard_activations
 from shardopt.losses._explain import explained
@@ -189,7 +190,7 @@ class BlockLoss:
         The loss does not read the table. Other outer leaves are read by embed or by the loss, and
         gathered once.
         """
-        return _scatter_first(self.gather_outer, outer, x)
+        return scatter_first(self.gather_outer, outer, x)
 
     def loss_of(self, params: PyTree, batch: PyTree, key: jax.Array | None, x: PyTree) -> Weighted:
         """Return the loss of the last block's result, without the metrics."""
@@ -264,30 +265,6 @@ def all_gather_leaves(
         leaves, wires, cast_in_place=cast_in_place, bucket_bytes=bucket_bytes, probe=probe
     )
     return treedef.unflatten(gathered)
-
-
-def _scatter_first(
-    gather: Callable[[PyTree], PyTree], outer: PyTree, x: PyTree
-) -> tuple[PyTree, PyTree]:
-    """Return the gathered outer leaves, and x.
-
-    In the backward pass the gradient of x waits until theirs is scattered.
-
-    Otherwise XLA:TPU may scatter last: DeepSeek-V3 held its logits' gradient, 2.1 GB, while all
-    blocks were differentiated.
-    """
-    leaves, treedef = jax.tree.flatten((outer, x))
-    inexact = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
-
-    @jax.custom_vjp
-    def identity(arrays: Arrays) -> Arrays:
-        return arrays
-
-    identity.defvjp(
-        lambda arrays: (arrays, None), lambda _, grads: (jax.lax.optimization_barrier(grads),)
-    )
-    outer, x = treedef.unflatten(replaced(leaves, inexact, identity([leaves[i] for i in inexact])))
-    return gather(outer), x
 
 
 def _of_table(wire: LeafWire, plan: LeafPlan) -> LeafWire:
