@@ -32,6 +32,7 @@ sys.path.append(str(ROOT / "tests"))
 
 RESULTS = Path(__file__).parent / "results" / "over_network.json"
 MINUTES = 2.0
+CALIBRATED_AT = 1000.0  # Mbit/s
 SEND = """
 import socket, sys, time
 address, count = sys.argv[1], int(sys.argv[2])
@@ -75,7 +76,7 @@ def train(method, dim, layers, minutes, rank):
     process.wait()
     process.reset()
     curve = [[0.0, process.evaluate()]]
-    process.slowest(0.0)
+    process.slowest(0.0)  # both processes start the clock together
     seconds, steps, cpu, sent = 0.0, 0, 0.0, 0
     loads = []
     while seconds < 60 * minutes:
@@ -182,9 +183,6 @@ def planned_seconds(workload, compute, megabits):
     return plan(flops).total
 
 
-CALIBRATED_AT = 1000.0  # Mbit/s
-
-
 def predictions(rows, options):
     """Return the seconds a step of ddp, as measured and by `so.plan`, calibrated at 1,000 Mbit/s."""
     import jax
@@ -194,8 +192,8 @@ def predictions(rows, options):
 
     config = gpt.config(dim=options.dim, num_layers=options.layers)
     params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
-    row = {"tokens": jax.ShapeDtypeStruct((1, LENGTH + 1), np.int32)}
-    workload = so.planning.trace(gpt.model(config), params, row)
+    one_row = {"tokens": jax.ShapeDtypeStruct((1, LENGTH + 1), np.int32)}
+    workload = so.planning.trace(gpt.model(config), params, one_row)
     measured = {row["megabits"]: row for row in rows if row["method"] == "ddp"}
     compute = seconds_without_messages(measured[CALIBRATED_AT])
     return [
@@ -214,7 +212,7 @@ def loss_at(row, minutes):
     return float(np.interp(minutes, times, losses))
 
 
-def table(rows, minutes=MINUTES):
+def table(rows):
     """Return the table of the page."""
     lines = ["| Mbit/s, measured | method | MB a step | link busy | core busy | tokens/s | loss |"]
     lines.append("|---|---|---:|---:|---:|---:|---:|")
@@ -223,7 +221,7 @@ def table(rows, minutes=MINUTES):
         lines.append(
             f"| {row['megabits']:g}, {row['measured_megabits']} | {METHODS[row['method']]}"
             f" | {row['megabytes_per_step']:.2f} | {shares} | {row['tokens_per_second']:.0f}"
-            f" | {loss_at(row, minutes):.2f} |"
+            f" | {loss_at(row, MINUTES):.2f} |"
         )
     return "\n".join(lines)
 
