@@ -156,6 +156,27 @@ def test_only_what_has_a_tangent_is_differentiated(block, strategy, mesh_of):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero"])
+def test_frozen_weights_may_go_from_block_to_block_into_a_rule_that_refuses_them(strategy, mesh_of):
+    """jax has no derivative of `betainc` by its first two arguments."""
+
+    def block(w, x):
+        positive = jnp.exp(x["gate"]) * w["scale"]
+        y = jnp.tanh(x["x"] @ w["w"]) * jax.scipy.special.betainc(positive, 2.0, 0.5)
+        return x | {"x": y, "gate": 0.5 * x["gate"] * w["scale"]}
+
+    model = model_of(block)
+    batches = np.random.default_rng(1).normal(size=(3, ROWS, DIM)).astype(np.float32)
+    tx = optax.sgd(0.1, 0.9)
+    expected = trained(tx, model, batches, frozen=True)
+    opt = STRATEGIES[strategy](tx, mesh_of(data=4), model, view="unproved", rules=FROZEN)
+    state = opt.init(params_of())
+    for batch in batches:
+        state, _ = opt.step(state, batch)
+    for a, b in zip(*map(jax.tree.leaves, (state.params, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero"])
 def test_a_number_that_jax_promotes_may_go_from_block_to_block(strategy, mesh_of):
     def block(w, x):
         y = jnp.tanh(x["x"] @ w["w"])
