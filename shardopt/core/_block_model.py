@@ -108,6 +108,11 @@ the proof, so it must come second: then no other function can have the key of a 
 """
 
 
+def outer_of(params: PyTree) -> PyTree:
+    """Return the parameters outside of the blocks, or what else has their structure."""
+    return {name: value for name, value in params.items() if name != BLOCKS}
+
+
 def run_blocks(
     model: BlockModel,
     params: PyTree,
@@ -127,7 +132,7 @@ def run_blocks(
     with.
     """
     blocks = params[BLOCKS]
-    sharded_outer = {name: value for name, value in params.items() if name != BLOCKS}
+    sharded_outer = outer_of(params)
     outer = sharded_outer if gather_outer is None else gather_outer(sharded_outer)
     num_blocks = jax.tree.leaves(blocks)[0].shape[0]
     run = run_block or plain_block(model)

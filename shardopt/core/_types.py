@@ -221,6 +221,11 @@ def is_inexact(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
+def inexact_indices(leaves: Sequence[Any]) -> list[int]:
+    """Return the indices of the leaves that have gradients: those of floating or complex numbers."""
+    return [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
+
+
 def is_floating(leaf: Any) -> bool:
     """Return whether a leaf has floating numbers."""
     return jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -1,10 +1,10 @@
-"""The order in which a backward pass computes gradients and sends them."""
+"""Gradients that a backward pass sends before it computes others."""
 
 from collections.abc import Callable
 
 import jax
 
-from shardopt.core import Arrays, PyTree, is_inexact, replaced
+from shardopt.core import Arrays, PyTree, inexact_indices, replaced
 
 
 def scatter_first(
@@ -18,7 +18,7 @@ def scatter_first(
     blocks were differentiated.
     """
     leaves, treedef = jax.tree.flatten((outer, x))
-    inexact = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
+    inexact = inexact_indices(leaves)
 
     @jax.custom_vjp
     def identity(arrays: Arrays) -> Arrays:

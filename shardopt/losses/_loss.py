@@ -26,6 +26,7 @@ from shardopt.core._block_model import (
     LossFn,
     as_block_model,
     call,
+    outer_of,
     run_blocks,
     takes_rng,
 )
@@ -175,7 +176,7 @@ class BlockLoss:
 
     def gather_outer(self, outer: PyTree) -> PyTree:
         """Return the gathered outer parameters."""
-        plans = {name: value for name, value in self._plans.items() if name != BLOCKS}
+        plans = outer_of(self._plans)
         return all_gather_leaves(self.config, outer, plans, tables=self._tables, probe=self.probe)
 
     def gather_block(self, block_and_probe: tuple[PyTree, jax.Array | None]) -> PyTree:
@@ -194,7 +195,7 @@ class BlockLoss:
 
     def loss_of(self, params: PyTree, batch: PyTree, key: jax.Array | None, x: PyTree) -> Weighted:
         """Return the loss of the last block's result, without the metrics."""
-        outer = {name: value for name, value in params.items() if name != BLOCKS}
+        outer = outer_of(params)
         if self.config.gathers:
             outer = self.gather_outer(outer)
         returned = call(self.model.loss, key, LOSS, outer, x, batch)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core import Arrays, PyTree, wide_dtype, wide_zeros
+from shardopt.core import Arrays, PyTree, inexact_indices, wide_dtype, wide_zeros
 from shardopt.partition._counts import Counts, is_even
 from shardopt.pipeline._cut import first_blocks
 from shardopt.pipeline._messages import (
@@ -23,7 +23,7 @@ from shardopt.pipeline._messages import (
     write_slot,
 )
 from shardopt.pipeline._schedule import Schedule
-from shardopt.remat._split_backward import Passes, floating, rematerialised, split_backward
+from shardopt.remat._split_backward import Passes, rematerialised, split_backward
 
 C = TypeVar("C")
 
@@ -189,7 +189,7 @@ class Setup(NamedTuple):
     @property
     def dx(self) -> list[jax.ShapeDtypeStruct]:
         """The shapes of the floating leaves of x, which have gradients."""
-        return [self.stage.x[i] for i in floating(self.stage.x)]
+        return [self.stage.x[i] for i in inexact_indices(self.stage.x)]
 
     @property
     def residuals_for_weight(self) -> tuple[int, ...]:
@@ -223,19 +223,22 @@ def make_stage(schedule: Schedule, fns: StageFns, weights: Arrays, counts: Count
     )
 
 
+def block_arguments(weights: Arrays) -> list[jax.ShapeDtypeStruct | jax.Array]:
+    """Return the arguments of a block without x: the shapes of its weights, whose stacks are
+    `weights`, its number in the model, and that of the micro-batch.
+    """
+    number = jnp.int32(0)
+    one_block = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in weights]
+    return [*one_block, number, number]
+
+
 def make_setup(
     schedule: Schedule, fns: StageFns, weights: Arrays, counts: Counts, *, remat: bool, idle: float
 ) -> Setup:
     """Return this stage's blocks and the split passes of a block."""
     stage = make_stage(schedule, fns, weights, counts)
-    m = jnp.int32(0)
-    block_args = [
-        *(jax.ShapeDtypeStruct(weight.shape[1:], weight.dtype) for weight in weights),
-        m,
-        m,
-    ]
     # Split once, for a block: all blocks, chunks and micro-batches run the same program.
-    passes = split_backward(fns.block, block_args, stage.x, trained=fns.trained)
+    passes = split_backward(fns.block, block_arguments(weights), stage.x, trained=fns.trained)
     return Setup(
         stage, rematerialised(passes, stage.x) if fns.remat_blocks else passes, remat, idle
     )

@@ -448,7 +448,7 @@ class _Space(NamedTuple):
                 )
 
     def _useful_remat(self) -> Sequence[bool | str]:
-        """Return the choices without those that equal remat=False, which computes elementwise
+        """Return the choices, without strings that equal remat=False: it computes elementwise
         operations again too.
         """
         if False not in self.remat:

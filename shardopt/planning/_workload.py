@@ -22,14 +22,14 @@ from shardopt.core import (
     Weighted,
     abstract,
     calling,
-    is_inexact,
+    inexact_indices,
     leaves_with_paths,
     plural,
     type_error,
     value_error,
     with_leaves,
 )
-from shardopt.core._block_model import BLOCKS, BlockModel, as_block_model, call
+from shardopt.core._block_model import BLOCKS, BlockModel, as_block_model, call, outer_of
 from shardopt.core._block_remat import Named, read_remat
 from shardopt.core._rounding import Rounding
 from shardopt.mesh import analysis
@@ -463,7 +463,7 @@ class _ModelFunctions(NamedTuple):
             )
             return jax.tree.reduce(jnp.add, value.total) if isinstance(value, Weighted) else value
 
-        outer = {name: value for name, value in params.items() if name != BLOCKS}
+        outer = outer_of(params)
         return _ModelFunctions(
             embed=lambda outer, batch, key: call(model.embed, key, 0, outer, batch),
             block=lambda weights, x, key: call(model.block, key, 0, weights, x),
@@ -630,7 +630,7 @@ def _stage_residuals(
             block(treedef.unflatten(weight_leaves), x_treedef.unflatten(x), jax.random.key(0))
         )
 
-    trained = [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
+    trained = inexact_indices(leaves)
     passes = split_backward(f, leaves, inputs, trained=trained)
     return passes.residuals, passes.deferred
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from shardopt.core import Arrays, PyTree, format_error, is_inexact
+from shardopt.core import Arrays, PyTree, format_error, inexact_indices
 from shardopt.core._block_model import BlockModel, call_block
 from shardopt.core._block_remat import checkpointed
 from shardopt.low_precision._reads import reading_in_products
@@ -80,24 +80,36 @@ def block_with_remat(
                 raise _unlike(caller, inputs, treedef, leaves, structure)
             # `jax.lax.scan` promotes numbers, or refuses the block
             return structure.unflatten(kept_by_jax(traced, arguments, inputs, gathers=False))
+        of_loss = remat if loss is None else _stopping_unread(remat, loss, treedef)
+        return treedef.unflatten(of_loss(traced, arguments, inputs, gathers=gathers))
+
+    return run
+
+
+def _stopping_unread(
+    remat: BlockRemat, loss: Callable[[PyTree], PyTree], treedef: PyTree
+) -> BlockRemat:
+    """Return a `BlockRemat` that stops the gradients of the values that `loss` does not read."""
+
+    def run(block: ClosedJaxpr, arguments: Arrays, x: Arrays, *, gathers: bool) -> Arrays:
         # One floating leaf that the loss does not read has no gradient at all: jax skips the scan.
-        if loss is None or sum(map(is_inexact, inputs)) < 2:
-            return treedef.unflatten(remat(traced, arguments, inputs, gathers=gathers))
+        if len(inexact_indices(x)) < 2:
+            return remat(block, arguments, x, gathers=gathers)
+        unread = unread_leaves(
+            lambda leaves: loss(treedef.unflatten(leaves)), x, lambda: (block, arguments)
+        )
+        if not unread:
+            return remat(block, arguments, x, gathers=gathers)
 
-        def loss_of_leaves(leaves: Arrays, loss: Callable[[PyTree], PyTree] = loss) -> PyTree:
-            return loss(treedef.unflatten(leaves))
+        def stopping(arguments: Arrays, x: Arrays) -> Arrays:
+            return stopped(jaxpr_as_fun(block)(*arguments, *stopped(x, unread)), unread)
 
-        unread = unread_leaves(loss_of_leaves, inputs, lambda: (traced, arguments))
-
-        def stopping(arguments: Arrays, inputs: Arrays) -> Arrays:
-            return stopped(jaxpr_as_fun(traced)(*arguments, *stopped(inputs, unread)), unread)
-
-        # Stopped inside of the block, because `remat` may differentiate all of it, and outside,
-        # because then all its results have tangents.
-        if unread:
-            traced = jax.make_jaxpr(stopping)(arguments, inputs)
-        y = remat(traced, arguments, stopped(inputs, unread), gathers=gathers)
-        return treedef.unflatten(stopped(y, unread))
+        # Inside of the block, because `remat` may differentiate all of it, and outside, because
+        # then all its results have tangents.
+        stopping_block = jax.make_jaxpr(stopping)(arguments, x)
+        return stopped(
+            remat(stopping_block, arguments, stopped(x, unread), gathers=gathers), unread
+        )
 
     return run
 

@@ -12,9 +12,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.interpreters.ad import primitive_jvps
 
-from shardopt.core import Arrays, abstract, is_inexact, replaced
+from shardopt.core import Arrays, abstract, inexact_indices, is_inexact, replaced
 from shardopt.remat._gathered_block import kept_by_jax
-from shardopt.remat._split_backward import Passes, Shapes, called_back, floating, split_backward
+from shardopt.remat._split_backward import Passes, Shapes, called_back, split_backward
 from shardopt.trace._jaxprs import CUSTOM, called_jaxprs
 from shardopt.trace._parts import (
     Atom,
@@ -54,10 +54,10 @@ def min_cut_remat(block: ClosedJaxpr, arguments: Arrays, x: Arrays, *, gathers: 
     trace = trace_of(block)._replace(jaxpr=block.jaxpr.replace(constvars=[]), consts=[])
     of_weights = _indices_of_weights(trace, inputs, operands)
     results = trace.jaxpr.outvars
-    has_several = (
-        sum(is_inexact(x[i]) and not _is_stopped(trace, results[i]) for i in of_weights) > 1
-    )
-    differs_from_jax = has_several or not _has_derivative(block.jaxpr)
+    differentiated = [
+        i for i in of_weights if is_inexact(x[i]) and not _is_stopped(trace, results[i])
+    ]
+    differs_from_jax = len(differentiated) > 1 or not _has_derivative(block.jaxpr)
     if not of_weights or (differs_from_jax and not gathers):
         return kept_by_jax(block, arguments, x, gathers=gathers)
     # All floating results of `jax.custom_vjp` have tangents. So numbers that blocks hand on, and
@@ -141,8 +141,8 @@ class _MinCut:
         """Return the results, and the backward pass with its residuals, of arguments that say
         whether they have a tangent.
         """
-        trained = [i for i in floating(self.arguments) if arguments[i].perturbed]
-        differentiated = [i for i in floating(self.x) if x[i].perturbed]
+        trained = [i for i in inexact_indices(self.arguments) if arguments[i].perturbed]
+        differentiated = [i for i in inexact_indices(self.x) if x[i].perturbed]
         passes = split_backward(
             self.run,
             self.arguments,

@@ -12,7 +12,7 @@ import jax.core
 import jax.extend.core as jex
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardopt.core import Arrays, abstract, is_inexact, replaced
+from shardopt.core import Arrays, abstract, inexact_indices, replaced
 from shardopt.trace._jaxprs import CHECKPOINTS, shape_of
 from shardopt.trace._parts import (
     Atom,
@@ -91,9 +91,9 @@ def split_backward(
       without repeating work. For y = g(x @ w), the cotangent of x @ w is deferred, and its product
       with x runs later.
     """
-    in_dx = floating(x) if differentiated is None else differentiated
+    in_dx = inexact_indices(x) if differentiated is None else differentiated
     y_shapes = x if y is None else y
-    in_dy = floating(y_shapes)
+    in_dy = inexact_indices(y_shapes)
 
     def with_gradients(arguments: Arrays, x: Arrays, dy: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         def block(weights: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
@@ -144,11 +144,6 @@ def rematerialised(passes: Passes, x: Shapes) -> Passes:
         deferred=(*passes.deferred, *(passes.residuals[i] for i in passes.weight_residuals)),
         weight_residuals=(),
     )
-
-
-def floating(leaves: Shapes) -> list[int]:
-    """Return the indices of the leaves that have gradients: those with a floating dtype."""
-    return [i for i, leaf in enumerate(leaves) if is_inexact(leaf)]
 
 
 def _cut(

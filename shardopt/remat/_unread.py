@@ -8,7 +8,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from shardopt.core import Arrays, PyTree, is_inexact, replaced
+from shardopt.core import Arrays, PyTree, inexact_indices, is_inexact, replaced
 from shardopt.trace._parts import Shapes, abstract_value
 
 
@@ -30,7 +30,7 @@ def unread_leaves(
       block: returns the trace of a block, a function of arguments and x, and the arguments or their
         shapes. Called only if the loss does not read all leaves.
     """
-    inexact = {i for i, leaf in enumerate(x) if is_inexact(leaf)}
+    inexact = set(inexact_indices(x))
     traced_loss = jax.make_jaxpr(loss)(list(x))
     read = _reached(traced_loss, range(len(traced_loss.out_avals)), [], x)
     if read == inexact:
@@ -64,8 +64,7 @@ def _reached(
     def run(arguments: Arrays, x: Arrays) -> Arrays:
         return jax.core.eval_jaxpr(needed, traced.consts, *arguments, *x)
 
-    asked = [i for i, leaf in enumerate(x) if is_inexact(leaf)]
-    return {i for i in asked if _gets_gradient(i, run, arguments, x)}
+    return {i for i in inexact_indices(x) if _gets_gradient(i, run, arguments, x)}
 
 
 def _gets_gradient(

@@ -14,7 +14,7 @@ from shardopt.collectives import all_reduce
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._slots import StepInputs
-from shardopt.core import Arrays, PyTree, plural, replaced, value_error
+from shardopt.core import Arrays, PyTree, inexact_indices, plural, replaced, value_error
 from shardopt.core._block_model import (
     BLOCKS,
     EMBED,
@@ -23,6 +23,7 @@ from shardopt.core._block_model import (
     as_block_model,
     call,
     call_block,
+    outer_of,
 )
 from shardopt.core._block_remat import checkpointed
 from shardopt.core._checksum import checksum_of, to_limbs
@@ -41,8 +42,8 @@ from shardopt.pipeline import _uneven as uneven
 from shardopt.pipeline._cut import cut_blocks
 from shardopt.pipeline._executor import SumSpecs, execute, forward_only
 from shardopt.pipeline._messages import Index
+from shardopt.pipeline._stage import block_arguments
 from shardopt.remat._gathered_block import leaves_like
-from shardopt.remat._split_backward import floating
 from shardopt.remat._unread import stopped, unread_leaves
 
 
@@ -202,11 +203,7 @@ def _with_unread(model: "_PipelinedModel", weights: Arrays) -> "_PipelinedModel"
     """Return the model that knows which leaves of x the loss does not read."""
     x, _ = model._x
     first = jnp.int32(0)
-    arguments = [
-        *(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in weights),
-        first,
-        first,
-    ]
+    arguments = block_arguments(weights)
     unread = unread_leaves(
         lambda leaves: model.loss(first, leaves).loss,
         x,
@@ -265,7 +262,7 @@ class _PipelinedModel:
     def embed_grads(self, m: Index, dx: Arrays) -> Arrays:
         def inexact_leaves(outer):
             x = stopped(jax.tree.leaves(self._embed(outer, m)), self.unread)
-            return [x[i] for i in floating(self._x[0])]
+            return [x[i] for i in inexact_indices(self._x[0])]
 
         return jax.vjp(inexact_leaves, self._trained_outer)[1](dx)[0]
 
@@ -275,7 +272,7 @@ class _PipelinedModel:
     def loss_grads(self, m: Index, x: Arrays) -> tuple[Arrays, Arrays, LossParts]:
         # Only floating leaves of the activation have gradients. Ids and masks travel forwards
         # alone.
-        inexact = floating(self._x[0])
+        inexact = inexact_indices(self._x[0])
 
         def loss_total(outer, inexact_leaves):
             parts = self._loss(outer, m, stopped(replaced(x, inexact, inexact_leaves), self.unread))
@@ -331,7 +328,7 @@ class _PipelinedModel:
         params = self.layout.treedef.unflatten(
             replaced(self.params, self._trained_outer_indices, trained)
         )
-        return {name: value for name, value in params.items() if name != BLOCKS}
+        return outer_of(params)
 
     def _rows(self, m: Index) -> PyTree:
         return self.assemble(
